@@ -61,6 +61,8 @@ ALLOWED = {
     "sharing": CODEC | {"exchange", "rendezvous", "transport"},
     "jax": {"errors", "exchange", "sharing", "transport"},
     "torch": CODEC | {"exchange", "rendezvous", "sharing", "torch", "transport", INTERFACE},
+    "hf": {"exchange", "sharing", "torch"},
+    "lightning": {"exchange", "rendezvous", "sharing", "torch"},
     "spark": CODEC | {"clock", "exchange", "feed", "spark", "torch", "transport", INTERFACE},
     "__init__": CODEC | {"coprocessor", "cost", "exchange", "hosted", "sharing", "transport"},
     "__main__": {"cli"},
@@ -70,6 +72,7 @@ FRAMEWORKS = {"cupy", "jax", "matplotlib", "pyspark", "sklearn", "torch"}
 FRAMEWORK_PACKAGES = {
     "torch": {"torch"},
     "feed": {"torch"},
+    "hf": {"torch"},
     "spark": {"matplotlib", "pyspark", "torch"},
 }
 WITH_SOCKETS = {"rendezvous.py", "transport/addressing.py", "transport/driver.py"}

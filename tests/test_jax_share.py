@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -102,3 +103,72 @@ def test_wrong_use_is_refused() -> None:
     state = optimizer.init(params)
     with pytest.raises(ValueError, match="needs the parameters"):
         optimizer.update(params, state)
+
+
+@pytest.mark.parametrize("make", [optax.adamw, optax.sgd], ids=["adamw", "sgd"])
+@pytest.mark.parametrize("restored", ["returned", "shared", "initial"])
+def test_a_training_goes_on_from_its_state(make: Any, restored: str) -> None:
+    first = {"weights": jax.numpy.full((6, 2), 0.5), "bias": jax.numpy.zeros(2)}
+
+    def begin() -> tuple[Any, Any]:
+        optimizer = gradwire.jax.share(make(0.05), density=0.25)
+        return optimizer, optimizer.init(first)
+
+    def go_on(optimizer: Any, state: Any, params: Any, steps: range) -> Any:
+        for step in steps:
+            rng = np.random.default_rng(step)
+            gradients = jax.tree.map(
+                lambda leaf, rng=rng: jax.numpy.asarray(rng.standard_normal(leaf.shape), "float32"),
+                params,
+            )
+            updates, state = optimizer.update(gradients, state, params)
+            params = optax.apply_updates(params, updates)
+            assert optimizer.step_number == step + 1
+        return params, state
+
+    optimizer, state = begin()
+    assert optimizer.result is None
+    with optimizer:
+        params, state = go_on(optimizer, state, first, range(6))
+        saved, inner = pickle.loads(pickle.dumps((optimizer.state_dict(), jax.device_get(state))))
+        kept = optimizer.shared()
+        expected, _ = go_on(optimizer, state, params, range(6, 12))
+        assert optimizer.result.step == 11
+        with pytest.raises(RuntimeError, match="before the first update"):
+            optimizer.load_state_dict(saved)
+    whole = optimizer.shared()  # also after the end
+
+    again, _ = begin()
+    with again:
+        given = again.load_state_dict(saved)
+        assert again.step_number == 6
+        jax.tree.map(np.testing.assert_array_equal, given, params)
+        params = {"returned": given, "shared": kept, "initial": first}[restored]
+        params, _ = go_on(again, inner, params, range(6, 12))
+    compare = (
+        np.testing.assert_array_equal if restored == "returned" else np.testing.assert_allclose
+    )
+    for mine, theirs in zip(jax.tree.leaves(params), jax.tree.leaves(expected), strict=True):
+        compare(mine, theirs, **({} if restored == "returned" else {"atol": 1e-5}))
+    if restored == "returned":
+        jax.tree.map(np.testing.assert_array_equal, again.shared(), whole)
+
+
+def test_a_node_gets_the_first_node_s_parameters_before_its_first_gradient() -> None:
+    def work(rank: int) -> Any:
+        optimizer = gradwire.jax.share(optax.sgd(0.5), node=nodes[rank], codec="dense")
+        state = optimizer.init(jax.numpy.full(4, 8.0 * rank))
+        params = optimizer.join()
+        np.testing.assert_array_equal(params, np.zeros(4))
+        updates, state = optimizer.update(params - 1.0, state, params)
+        return optax.apply_updates(params, updates)
+
+    with (
+        gw.Node("127.0.0.1:0", secret=bytes(range(32)), node_id=1) as one,
+        gw.Node("127.0.0.1:0", [one.address], secret=bytes(range(32)), node_id=2) as two,
+    ):
+        nodes = [one, two]
+        one.expected_peers = two.expected_peers = 1
+        with ThreadPoolExecutor(2) as pool:
+            for params in pool.map(work, range(2)):
+                np.testing.assert_allclose(params, 0.5)

@@ -26,7 +26,9 @@ EXAMPLES = [
 # Modules that need what a plain installation does not have.
 OPTIONAL = (
     "gradwire.feed.torch",
+    "gradwire.hf",
     "gradwire.jax",
+    "gradwire.lightning",
     "gradwire.torch",
     "gradwire.spark",
     "gradwire._cuda",

@@ -454,5 +454,5 @@ def test_a_missing_rank_and_the_remedy_are_named(
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("GRADWIRE_SECRET", bytes(range(32)).hex())
     with pytest.raises(TimeoutError, match=r"rank 0 missing.*larger start_timeout_s"):
-        gw.share(np.zeros(8, np.float32), start_timeout_s=0.2)
+        gw.share(np.zeros(8, np.float32), start_timeout_s=0.2).join()
     assert re.search(r"0 of 1 peers connected to \S+ yet, waiting 0\.2 s; rank 0", caplog.text)

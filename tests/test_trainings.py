@@ -152,8 +152,8 @@ def test_a_beginning_that_times_out_can_be_tried_again(monkeypatch: pytest.Monke
     monkeypatch.setenv(rendezvous.MIN_PEERS, "1")
     monkeypatch.setenv(rendezvous.BIND, "127.0.0.1:0")
     for _ in range(2):
-        with pytest.raises(TimeoutError):
-            gw.share(np.zeros(8, np.float32), timeout_s=0.2)
+        with pytest.raises(TimeoutError), gw.share(np.zeros(8, np.float32), timeout_s=0.2) as one:
+            one.join()
 
 
 def test_wrong_kinds_of_ends_are_no_errors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,3 +194,76 @@ def test_processes_without_ranks_are_told_their_number_once() -> None:
     assert [process.returncode for process in processes] == [0, 0], errors
     numbers = [re.findall(r"this is node (\d) of 2", text) for text in errors]
     assert sorted(numbers) == [["0"], ["1"]]
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+RESUMED = """
+import os, pickle, sys
+import numpy as np
+import gradwire as gw
+
+rank, folder, options = int(os.environ["RANK"]), sys.argv[1], eval(sys.argv[2])
+
+def train(first, last, name, state=None):
+    rng = np.random.default_rng([rank, first])
+    params = [np.full(4096, float(rank), np.float32), np.zeros((2, 3), np.float64)]
+    with gw.share(params, timeout_s=30.0, **options) as shared:
+        if state is not None:
+            shared.load_state_dict(state)
+            assert shared.step_number == first
+        shared.join()
+        assert shared.step_number == first
+        for step in range(first, last):
+            rng = np.random.default_rng([rank, step])
+            shared.step([rng.standard_normal(array.shape).astype(array.dtype) for array in params])
+            assert shared.step_number == step + 1
+        if "overlap" in options:
+            shared.exchange.catch_up(params)
+        state = pickle.loads(pickle.dumps(shared.state_dict()))
+        assert shared.result is not None
+        return shared.shared(), [array.copy() for array in params], state
+
+whole = train(0, 12, "whole")
+_, _, state = train(0, 7, "half")
+resumed = train(7, 12, "rest", state)
+if not options.get("overlap"):
+    for before, after in zip(whole[:2], resumed[:2]):
+        assert all(map(np.array_equal, before, after))
+print("same", float(resumed[0][0].sum()), flush=True)
+"""
+
+
+@pytest.mark.parametrize("kind", ["team", "machines"])
+@pytest.mark.parametrize("options", [{}, {"every": 3}, {"every": 2, "overlap": 1}], ids=str)
+def test_a_state_of_arrays_is_resumed_bit_for_bit(kind: str, options: Any, tmp_path: Path) -> None:
+    machines = ["--as-machines"] if kind == "machines" else []
+    output = run(tmp_path, RESUMED, *machines, str(tmp_path), repr(options))
+    sums = re.findall(r"same (\S+)", output)
+    assert len(sums) == 2, output
+    assert sums[0] == sums[1]
+
+
+def test_a_state_of_other_arrays_or_in_the_middle_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    alone(monkeypatch)
+    with gw.share(np.zeros(8, np.float32)) as shared:
+        shared.step(np.ones(8, np.float32))
+        state = shared.state_dict()
+        with pytest.raises(RuntimeError, match="before the first step"):
+            shared.load_state_dict(state)
+    weights = np.zeros(9, np.float32)
+    with gw.share(weights) as other, pytest.raises(ValueError, match=r"\[\[8\]\].*\[\[9\]\]"):
+        other.load_state_dict(state)
+    assert not weights.any()
+
+
+def test_nothing_is_left_to_do_in_arrays_that_never_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone(monkeypatch)
+    weights = np.arange(8, dtype=np.float32)
+    shared = gw.share(weights)
+    assert shared.step_number == 0
+    np.testing.assert_array_equal(shared.shared(), weights)
+    assert shared.leave() is None
+    np.testing.assert_array_equal(weights, np.arange(8))

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from .errors import Closed
-from .sharing import Training, training_for
+from .sharing import Training, check_shapes, training_for
 from .transport import Node
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .exchange import ExchangeOptions
+    from .exchange import ExchangeOptions, StepResult
 
 __all__ = ["ShareState", "share"]
 
@@ -40,7 +40,9 @@ def share(
     """Return an optax transformation that shares the updates of ``optimizer`` with the other nodes of this run.
 
     The place in the run comes from the environment, see `Node.from_env`. All nodes begin with the parameters of rank 0:
-    the first update moves the others to them. Arrays in host memory are read in place. ``update`` needs the parameters
+    the first update moves the others to them, or ``params = transformation.join()`` returns them before. The result
+    also has ``result``, ``step_number``, ``shared()``, ``state_dict()`` and ``load_state_dict()``, as `SharedArrays`
+    has. Arrays in host memory are read in place. ``update`` needs the parameters
     and exchanges messages, so it stays outside ``jax.jit``; the gradient and ``optimizer.update`` may be compiled.
     ``close()`` of the result, ``with share(...) as ...``, or another ``init`` ends the training.
 
@@ -65,7 +67,45 @@ def share(
     class SharedTransformation(optax.GradientTransformation):  # type: ignore[misc,unused-ignore]
         """The transformation; as a context manager it closes itself at the end."""
 
+        @property
+        def result(self) -> StepResult | None:
+            """Result of the last step."""
+            result: StepResult | None = self.init.__self__.result
+            return result
+
+        @property
+        def step_number(self) -> int:
+            """Number of the training's next step, see `SharedArrays.step_number`."""
+            return int(self.init.__self__.step_number)
+
+        def join(self) -> Any:
+            """Take part from now on, after ``init``; return the parameters to begin with.
+
+            They are rank 0's, or, of a node that comes late, the present ones. The first update joins otherwise, and
+            moves the caller's parameters there.
+            """
+            return self.init.__self__.join()
+
+        def shared(self) -> Any:
+            """Return a copy of the parameters that all nodes share, without this node's residual."""
+            return self.init.__self__.shared()
+
+        def state_dict(self) -> dict[str, Any]:
+            """Return this node's parameters and the exchange's state; optax's state is what ``update`` returned."""
+            state: dict[str, Any] = self.init.__self__.state_dict()
+            return state
+
+        def load_state_dict(self, state: dict[str, Any]) -> Any:
+            """Continue from ``state``, after ``init`` and before the first update; return this node's parameters.
+
+            Raises:
+                ValueError: the state is of other parameters, or as ``Exchange.load_state_dict``; nothing was loaded.
+                RuntimeError: training has begun; nothing was loaded.
+            """
+            return self.init.__self__.load_state_dict(state)
+
         def close(self) -> None:
+            """End the training, if there is one."""
             self.init.__self__.close()
 
         def __enter__(self) -> Any:
@@ -99,33 +139,46 @@ class _SharedUpdates:
         self._optimizer = optimizer
         self._begin = begin
         self._scale = update_scale
-        # The parameters that all nodes share, as arrays in host memory, and the caller's as the next update brings
-        # them.
-        self._shared: list[Any] = []
-        self._expected: list[Any] = []
+        self.result: StepResult | None = None
+        # This node's parameters in host memory, which the exchange changes, and their tree.
+        self._leaves: list[Any] = []
+        self._tree: Any = None
+        # What the next update may bring as the caller's parameters without having written into them: those that were
+        # returned last come first.
+        self._expected: list[list[Any]] = []
+        self._has_joined = False
+        self._is_adaptive = False
         self._training: Training | None = None
+        self._last_shared: list[Any] | None = None  # after the end
 
     def init(self, params: Any) -> ShareState:
         """Begin a training with these parameters; the one before has ended."""
         import jax
 
         self.close()
-        leaves = [np.array(leaf) for leaf in jax.tree.leaves(params)]
+        leaves, self._tree = jax.tree.flatten(params)
+        self._leaves = [np.array(leaf) for leaf in leaves]
         inner = self._optimizer.init(params)
-        is_adaptive = _has_squares(inner)
-        named = [(str(index), leaf) for index, leaf in enumerate(leaves)]
-        self._training = training = self._begin(named, is_adaptive=is_adaptive)
+        self._is_adaptive = _has_squares(inner)
+        named = [(str(index), leaf) for index, leaf in enumerate(self._leaves)]
+        self._training = training = self._begin(named, is_adaptive=self._is_adaptive)
         training.end_with(self)
-        try:
-            if self._scale == "auto" and is_adaptive:
-                training.exchange.agreement.start()
-            training.exchange.join(leaves, equalize=True)
-        except BaseException:
-            self.close(has_failed=True)
-            raise
-        self._shared = leaves
-        self._expected = [np.asarray(leaf) for leaf in jax.tree.leaves(params)]
+        self._expected = [[np.asarray(leaf) for leaf in leaves]]
+        self._has_joined = False
+        self._last_shared = None
+        self.result = None
         return ShareState(inner)
+
+    def join(self) -> Any:
+        """Take part from now on; return the parameters to begin with."""
+        training = self._opened()
+        if self._scale == "auto" and self._is_adaptive:
+            training.exchange.agreement.start()
+        training.exchange.join(self._leaves, equalize=True)
+        self._has_joined = True
+        # A caller that goes on with other parameters than it is given here has not written them.
+        self._expected.insert(0, _copies(self._leaves))
+        return self._given(self._expected[0])
 
     def update(self, updates: Any, state: ShareState, params: Any = None) -> tuple[Any, ShareState]:
         """Share the optimiser's update; return the difference to the parameters that all nodes share."""
@@ -135,31 +188,87 @@ class _SharedUpdates:
             raise ValueError(
                 "update needs the parameters: optimizer.update(gradients, state, params)"
             )
-        if self._training is None:
-            raise Closed("this transformation has no training, or was closed: call init")
-        exchange = self._training.exchange
+        exchange = self._opened().exchange
+        if not self._has_joined:
+            self.join()
         before = [np.asarray(leaf) for leaf in jax.tree.leaves(params)]
-        # Parameters that were restored from a checkpoint, or changed in another way, are the caller's word.
-        if not all(map(_is_close, before, self._expected)):
-            for host, leaf in zip(self._shared, before, strict=True):
-                host[...] = leaf
+        # Parameters that were restored from elsewhere, or changed in another way, are the caller's word.
+        if not any(all(map(_is_close, before, expected)) for expected in self._expected):
+            _fill(self._leaves, before)
         moved, inner = self._optimizer.update(updates, state.inner, params)
         leaves, tree = jax.tree.flatten(moved)
         factor = np.float32(exchange.agreement.factor if self._scale == "auto" else self._scale)
-        exchange.step([np.asarray(leaf) * factor for leaf in leaves], self._shared)
-        # The caller adds the result to its parameters, which thereby become those that all nodes share.
-        shared = zip(self._shared, before, strict=True)
-        deltas = [jax.numpy.asarray(new - old) for new, old in shared]
+        self.result = exchange.step([np.asarray(leaf) * factor for leaf in leaves], self._leaves)
+        # The caller adds the result to its parameters, which thereby become this node's.
+        pairs = zip(self._leaves, before, strict=True)
+        deltas = [jax.numpy.asarray(new - old) for new, old in pairs]
         added = zip(before, deltas, strict=True)
-        self._expected = [(old + np.asarray(delta)).astype(old.dtype) for old, delta in added]
+        self._expected = [[(old + np.asarray(delta)).astype(old.dtype) for old, delta in added]]
         return jax.tree.unflatten(tree, deltas), ShareState(inner)
+
+    @property
+    def step_number(self) -> int:
+        """Number of the training's next step."""
+        return self._opened().exchange.step_number
+
+    def shared(self) -> Any:
+        """Return a copy of the parameters that all nodes share."""
+        if self._last_shared is not None:
+            return self._given(self._last_shared)
+        return self._given(self._opened().exchange.shared(self._leaves))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this node's parameters, as it has them and as the caller has them, and the exchange's state."""
+        exchange = self._opened().exchange
+        return {
+            "params": _copies(self._leaves),
+            "returned": _copies(self._expected[0]),  # but for the rounding of an addition the same
+            "exchange": exchange.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> Any:
+        """Continue from ``state``; return the parameters that the caller had."""
+        training = self._opened()
+        if self._has_joined:
+            raise RuntimeError(
+                "this training has begun: load a state right after init, before the first update"
+            )
+        check_shapes(state["params"], self._leaves)
+        training.exchange.load_state_dict(state["exchange"])
+        _fill(self._leaves, state["params"])
+        shared = training.exchange.shared(self._leaves)
+        self._expected = [_copies(state["returned"]), shared, *self._expected]
+        return self._given(self._expected[0])
 
     def close(self, *, has_failed: bool = False) -> None:
         """End the training, if there is one."""
         training = self._training
         self._training = None
-        if training is not None:
-            training.close(has_failed=has_failed)
+        if training is None:
+            return
+        if self._has_joined and not has_failed:
+            self._last_shared = training.exchange.shared(self._leaves)
+        training.close(has_failed=has_failed)
+
+    def _opened(self) -> Training:
+        if self._training is None:
+            raise Closed("this transformation has no training, or was closed: call init")
+        return self._training
+
+    def _given(self, leaves: Sequence[Any]) -> Any:
+        """Return arrays as the parameters of the caller."""
+        import jax
+
+        return jax.tree.unflatten(self._tree, [jax.numpy.array(leaf) for leaf in leaves])
+
+
+def _copies(arrays: Sequence[Any]) -> list[Any]:
+    return [np.array(array) for array in arrays]
+
+
+def _fill(leaves: Sequence[Any], values: Sequence[Any]) -> None:
+    for leaf, value in zip(leaves, values, strict=True):
+        leaf[...] = value
 
 
 def _is_close(array: Any, expected: Any) -> bool:

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 
 from . import rendezvous
-from .arrays import device_of, put, writable_views
+from .arrays import copies, device_of, put, views, writable_views
 from .codec import Encoder
 from .errors import Closed, NotCopied, PeerLost, TransportError
-from .exchange import Exchange, Group, Groups, LocalExchange, LocalTeam, StepResult
+from .exchange import Exchange, Group, Groups, Joined, LocalExchange, LocalTeam, StepResult
 from .exchange.options import ExchangeOptions, Options
 from .exchange.results import ExchangeStats
 from .policy import TargetDensity, default_policy
@@ -30,7 +30,15 @@ from .transport import Node, Peer
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["Density", "SharedArrays", "Training", "TrainingMaker", "share", "training_for"]
+__all__ = [
+    "Density",
+    "SharedArrays",
+    "Training",
+    "TrainingMaker",
+    "check_shapes",
+    "share",
+    "training_for",
+]
 
 Density = float | Mapping[str, float | Literal["dense"]]
 
@@ -146,7 +154,7 @@ class Training:
             if self._node is not None:
                 self._node.close(0.0 if has_failed else 5.0)
             if team is not None:
-                team.close()
+                team.close(has_failed=has_failed)
         # After an error the process may come back into the same training.
         if self._run is not None and not has_failed and (has_begun or origin is not None):
             self._finished[self._run].append(origin)
@@ -193,8 +201,10 @@ class _Exit:
 atexit.register(_Exit.finish)
 
 
-class SharedArrays(NotCopied, instead="save arrays and exchange.state_dict()"):
+class SharedArrays(NotCopied, instead="save its state_dict()"):
     """Parameters that all nodes of a run share; made by `share`. A context manager, which closes itself at the end.
+
+    The first step joins the training, or ``join()`` does before. Up to then a checkpoint can be loaded.
 
     Attributes:
         params: the parameters, changed in place by every step.
@@ -207,36 +217,84 @@ class SharedArrays(NotCopied, instead="save arrays and exchange.state_dict()"):
         self.exchange = training.exchange
         self.result: StepResult | None = None
         self._training = training
+        self._has_joined = False
         self._is_closed = False
         training.end_with(self)
-        try:
-            self.exchange.join(params, equalize=True)
-        except BaseException:
-            self._close(has_failed=True)
-            raise
 
     def __repr__(self) -> str:
         return f"<gradwire.SharedArrays over {self.exchange!r}>"
 
+    def join(self) -> Joined:
+        """Take part from now on: the parameters are rank 0's, or, of a node that comes late, the present ones.
+
+        Returns:
+            The step to begin with, and whether training had begun.
+
+        Raises:
+            TimeoutError, Mismatch: as ``Exchange.join``.
+        """
+        self._check_open()
+        joined: Joined = self.exchange.join(self.params, equalize=True)
+        self._has_joined = True
+        return joined
+
+    @property
+    def step_number(self) -> int:
+        """Number of the training's next step, counted from 0, as ``join()`` or a loaded checkpoint has made it known.
+
+        Where schedules and data have to go on: in a process that comes late, or comes back, it is the others' step.
+        """
+        return self.exchange.step_number
+
     def step(self, update: Any) -> StepResult:
         """Add this node's update, and the part of the others' updates that has been sent, to the parameters.
+
+        The first step joins if ``join`` has not been called. Call ``join`` before where the update depends on the
+        parameters.
 
         Args:
             update: addition to the parameters, such as -learning_rate * gradient; arrays of the parameters' shapes,
                 float32, float64 or float16, where the parameters are; not modified.
 
         Raises:
-            NonFiniteUpdate, TimeoutError, PeerLost, Closed: as ``Exchange.step``.
+            NonFiniteUpdate, TimeoutError, PeerLost, Mismatch, Closed: as ``Exchange.join`` and ``Exchange.step``.
         """
-        if self._is_closed:
-            raise Closed("these arrays were closed, or have left the training: call share again")
+        self._check_open()
+        if not self._has_joined:
+            self.join()
         self.result = self.exchange.step(update, self.params)
         return self.result
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise Closed("these arrays were closed, or have left the training: call share again")
 
     def shared(self) -> Any:
         """Return a copy of the parameters that all nodes share, without this node's residual: to save or to compare."""
         shared = self.exchange.shared(self.params)
         return shared if isinstance(self.params, (list, tuple)) else shared[0]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of this node's parameters and of everything else that its next step depends on.
+
+        Every process saves its own: it has the process's residual. Arrays in host memory and plain values.
+        """
+        return {"params": copies(views(self.params)), "exchange": self.exchange.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state``, before the first step; ``params`` then are the saved ones.
+
+        Raises:
+            ValueError: the state is of other arrays, or as ``Exchange.load_state_dict``; nothing was loaded.
+            RuntimeError: training has begun; nothing was loaded.
+        """
+        if self._has_joined or self._is_closed:
+            raise RuntimeError(
+                "this training has begun or ended: load a state right after share, before the first step"
+            )
+        check_shapes(state["params"], writable_views(self.params))
+        self.exchange.load_state_dict(state["exchange"])
+        put(writable_views(self.params), state["params"])
 
     def leave(self) -> StepResult | None:
         """Send the rest of this node's updates, for the last time, and close; the others go on. Return the last result.
@@ -245,7 +303,8 @@ class SharedArrays(NotCopied, instead="save arrays and exchange.state_dict()"):
             WouldBlock, TimeoutError, MessageError, Closed: as ``Exchange.leave``.
         """
         if not self._is_closed:
-            self.result = self.exchange.leave(self.params)
+            if self._has_joined:
+                self.result = self.exchange.leave(self.params)
             self.close()
         return self.result
 
@@ -260,7 +319,7 @@ class SharedArrays(NotCopied, instead="save arrays and exchange.state_dict()"):
         if self._is_closed:
             return
         self._is_closed = True
-        if not has_failed:
+        if not has_failed and self._has_joined:
             put(writable_views(self.params), self.exchange.shared(self.params))
         self._training.close(has_failed=has_failed)
 
@@ -283,7 +342,8 @@ def share(
     """Share arrays with the other nodes of this run: one call, and then ``step`` with every update.
 
     The node's place in the run comes from the environment, see `Node.from_env`; several processes of one machine are a
-    `LocalTeam`. All begin with the parameters of rank 0; whoever comes late takes the present ones.
+    `LocalTeam`. The first step, or `SharedArrays.join`, gives all the parameters of rank 0; whoever comes late takes
+    the present ones.
 
     Args:
         params: one NumPy array, or a list of arrays: float32 or float64, contiguous, writable; or torch's tensors, also
@@ -304,6 +364,7 @@ def share(
     >>> import numpy as np, gradwire as gw
     >>> weights = np.zeros(3, np.float32)
     >>> shared = gw.share(weights)
+    >>> joined = shared.join()
     >>> result = shared.step(np.array([0.5, 0.25, -0.5], np.float32))
     >>> weights.tolist()
     [0.5, 0.25, -0.5]
@@ -311,6 +372,13 @@ def share(
     arrays = list(params) if isinstance(params, (list, tuple)) else [params]
     named = [(str(index), array) for index, array in enumerate(arrays)]
     return SharedArrays(params, training_for(named, density, node=node, **options))
+
+
+def check_shapes(saved: Sequence[Any], params: Sequence[Any]) -> None:
+    """Raise `ValueError` if a state is of other parameters."""
+    shapes = [[list(array.shape) for array in arrays] for arrays in (saved, params)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(f"the state is of arrays of shapes {shapes[0]}, these have {shapes[1]}")
 
 
 def _groups_for(
@@ -495,6 +563,7 @@ class TrainingMaker:
             rank=self._rank,
             reduction=self._checked.reduction,
             timeout_s=self._checked.longest_start_s,
+            needs_all=self._place.launcher == "torchrun",
         )
 
     def _exchange(

@@ -547,3 +547,107 @@ def test_a_name_that_another_user_has_taken_is_an_error_that_names_the_owner(
     for rank in (0, 1):
         with pytest.raises(PermissionError, match=r"take another name, or have .* remove it"):
             gw.LocalTeam(name, np.zeros(3, np.float32), size=2, rank=rank, timeout_s=1.0)
+
+
+# ---- workers that die, and checkpoints of different steps ------------------------------------------------------------
+
+
+def two_of(name: str, node: gw.Node, rank: int, **options: Any) -> tuple[LocalTeam, LocalExchange]:
+    needs_all = options.pop("needs_all", False)
+    made = LocalTeam(name, size=2, rank=rank, timeout_s=20.0, needs_all=needs_all)
+    if rank:
+        return made, made.follow()
+    enc = gw.Encoder(NUMEL, gw.FixedThreshold(THRESHOLD))
+    return made, made.lead(gw.Exchange(enc, node, min_peers=0, **options))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"needs_all": True}, "local rank 1 of this machine has died"),
+        ({"min_members": 2}, "1 of at least 2 members are left"),
+        ({}, ""),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("has_failed", [True, False], ids=["dies", "finishes"])
+def test_a_team_that_loses_a_worker_stops_at_the_next_step(
+    options: Any, message: str, has_failed: bool, name: str
+) -> None:
+    has_gone = threading.Event()
+
+    def work(rank: int) -> None:
+        made, share = two_of(name, node, rank, **options)
+        params = tensors()
+        for step in range(3):
+            share.step(tensors(step), params)
+        if rank == 1:
+            made.close(has_failed=has_failed)
+            has_gone.set()
+            return
+        assert has_gone.wait(20.0)
+        before = flat(params)
+        # A worker that has taken all its steps is missed by nobody who needs those that still train.
+        is_missed = message and (has_failed or "min_members" in options)
+        if is_missed:
+            for _ in range(2):
+                with pytest.raises(gw.PeerLost, match=message):
+                    share.step(tensors(3), params)
+            np.testing.assert_array_equal(flat(params), before)
+        else:
+            assert share.step(tensors(3), params).step == 3
+        made.close()
+
+    with gw.Node("127.0.0.1:0", secret=SECRET) as node, ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, range(2)))
+
+
+@pytest.mark.parametrize("saved", [(3, 2), (2, 3), (0, 3), (3, 0), (3, 3)], ids=str)
+def test_workers_with_checkpoints_of_different_steps_are_refused_with_both_numbers(
+    saved: tuple[int, int], name: str
+) -> None:
+    def work(rank: int, states: Any = None) -> Any:
+        made, share = two_of(f"{name}{states is None}", node, rank)
+        params = tensors()
+        kept: list[Any] = [None]
+        with made:
+            if states is not None:
+                if states[rank][saved[rank]] is not None:
+                    share.load_state_dict(states[rank][saved[rank]])
+                assert share.step_number == saved[rank]
+                if saved[0] != saved[1]:
+                    text = f"local rank 0 at {saved[0]}, local rank 1 at {saved[1]}"
+                    with pytest.raises(gw.Mismatch, match=text):
+                        share.join(params)
+                    return None
+            for step in range(3):
+                share.step(tensors(step), params)
+                kept.append(share.state_dict())
+        return kept
+
+    with gw.Node("127.0.0.1:0", secret=SECRET) as node, ThreadPoolExecutor(2) as pool:
+        states = list(pool.map(work, range(2)))
+    with gw.Node("127.0.0.1:0", secret=SECRET) as node, ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda rank: work(rank, states), range(2)))
+
+
+def test_a_state_of_another_rank_is_not_the_leader_s(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work(rank: int) -> Any:
+        made, share = two_of(name, node, rank)
+        params = tensors()
+        with made:
+            share.step(tensors(rank), params)
+            return share.state_dict()
+
+    with gw.Node("127.0.0.1:0", secret=SECRET) as node, ThreadPoolExecutor(2) as pool:
+        leaders, others = pool.map(work, range(2))
+        made, share = two_of(name, node, 0)
+        with made, pytest.raises(ValueError, match="of another rank"):
+            share.load_state_dict(others)
+        made, share = two_of(name, node, 1)
+        with made:
+            share.load_state_dict(leaders)
+            assert share.step_number == 1
+    assert "checkpoint of local rank 0" in caplog.text

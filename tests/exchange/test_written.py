@@ -270,6 +270,7 @@ def test_an_array_that_is_overwritten_after_share_stays(
     def work(rank: int) -> NDArray[np.float32]:
         weights = np.full(NUMEL, float(rank), np.float32)
         shared = gw.share(weights, node=nodes[rank], codec="dense", **options)
+        shared.join()
         for step in range(6):
             if step == at and rank in ranks:
                 weights[...] = BEST

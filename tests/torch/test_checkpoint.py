@@ -429,3 +429,21 @@ def test_safetensors_hold_the_shared_parameters(tmp_path: Path) -> None:
     again = model()
     safetensors.load_model(again, tmp_path / "model.safetensors")
     assert not same_bits(flat(again), flat(net))
+
+
+@pytest.mark.parametrize("place", ["alone", "machines", "team"])
+def test_a_state_that_was_loaded_into_its_own_optimiser_can_be_saved(
+    everywhere: Any, place: str
+) -> None:
+    """As Accelerate does when it prepares an optimiser, and a user who saves before the first step."""
+
+    def work(rank: int, share: Any) -> None:
+        net = model()
+        optimizer = share(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        optimizer.load_state_dict(optimizer.state_dict())
+        before = flat(net)
+        saved = net.state_dict()
+        assert torch.equal(torch.cat([value.flatten() for value in saved.values()]), before)
+        train(net, optimizer, rank, range(3))
+
+    everywhere(place, work)

@@ -175,3 +175,22 @@ def test_a_checkpoint_after_groups_were_added_goes_on_bit_for_bit() -> None:
     again.load_state_dict(state)
     steps(net, again, 5, 7)
     assert same_bits(flat(net), flat(straight))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_groups_that_are_assigned_before_the_first_step_are_shared(
+    everywhere: Any, place: str
+) -> None:
+    """As Lightning's callback for fine-tuning does when a training is resumed."""
+
+    def work(_: int, share: Share) -> Any:
+        net = model()
+        optimizer = share(net, torch.optim.SGD(net[2].parameters(), lr=0.1), **AS_PLAIN)
+        optimizer.param_groups = torch.optim.SGD(net.parameters(), lr=0.1).param_groups
+        steps(net, optimizer, 4)
+        return net
+
+    plain = model()
+    steps(plain, torch.optim.SGD(plain.parameters(), lr=0.1), 4)
+    for net in everywhere(place, work):
+        assert_as(net, plain)

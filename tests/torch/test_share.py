@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -716,3 +717,87 @@ def test_a_closed_optimizer_can_be_saved_and_goes_on_where_it_was() -> None:
         assert same_bits(flat(net), flat(straight))
     with pytest.raises(gw.Closed, match="call share again"):
         ending.step()
+
+
+# ---- the step of the training ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"every": 3}], ids=["", "local steps"])
+def test_a_late_node_s_schedule_goes_on_at_the_training_s_step(
+    options: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    has_begun, is_done = threading.Event(), threading.Event()
+
+    def schedule_of(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
+
+    def train_early(node: gw.Node) -> list[float]:
+        optimizer = share(net := model(), node, "SGD", **options)
+        schedule = schedule_of(optimizer)
+        rates = []
+        while not is_done.is_set():
+            rates.append(schedule.get_last_lr()[0])
+            train(net, optimizer, 0, range(len(rates), len(rates) + 1))
+            schedule.step()
+            assert optimizer.step_number == len(rates)
+            if len(rates) == 10:
+                has_begun.set()
+        return rates
+
+    with (
+        gw.Node("127.0.0.1:0", secret=SECRET, node_id=1) as first,
+        gw.Node("127.0.0.1:0", [first.address], secret=SECRET, node_id=2) as second,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        first.expected_peers = 0
+        early = pool.submit(train_early, first)
+        try:
+            assert has_begun.wait(60.0)
+            optimizer = share(net := model(), second, "SGD", **options)
+            scheduler = schedule_of(optimizer)
+            # As docs/howto/late-joiners.md has it.
+            optimizer.join()
+            for _ in range(optimizer.step_number - scheduler.last_epoch):
+                scheduler.step()
+            number = optimizer.step_number
+            rate = scheduler.get_last_lr()[0]
+            train(net, optimizer, 1, range(3))
+            assert optimizer.step_number == number + 3
+            optimizer.leave()
+        finally:
+            is_done.set()
+        rates = early.result()
+    assert number >= 10
+    assert rate == rates[number]
+    assert f"comes in late, at step {number} of the training" in caplog.text
+
+
+@pytest.mark.parametrize("options", [{}, {"every": 3}, {"every": 3, "overlap": 1}], ids=str)
+@pytest.mark.parametrize("place", ["alone", "machines", "team"])
+def test_the_step_number_is_the_checkpoint_s(everywhere: Any, place: str, options: Any) -> None:
+    def before(rank: int, share: Any) -> Any:
+        net = model()
+        optimizer = share(net, torch.optim.SGD(net.parameters(), lr=0.1), **options)
+        assert optimizer.step_number == 0
+        train(net, optimizer, rank, range(7))
+        if options.get("overlap"):
+            optimizer.catch_up()
+        assert optimizer.step_number == 7
+        return net.state_dict(), optimizer.state_dict()
+
+    states = everywhere(place, before)
+
+    def after(rank: int, share: Any) -> None:
+        net = model()
+        optimizer = share(net, torch.optim.SGD(net.parameters(), lr=0.1), **options)
+        optimizer.load_state_dict(states[rank][1])
+        net.load_state_dict(states[rank][0])
+        assert optimizer.step_number == 7
+        optimizer.join()
+        assert optimizer.step_number == 7
+        train(net, optimizer, rank, range(2))
+        assert optimizer.step_number == 9
+        with pytest.raises(RuntimeError, match="begun"):
+            optimizer.load_state_dict(states[rank][1])
+
+    everywhere(place, after)

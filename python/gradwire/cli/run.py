@@ -85,7 +85,10 @@ def environments(count: int, *, as_machines: bool) -> list[dict[str, str]]:
     # Processes that share the processors get a part of them each.
     common.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     return [
-        {**common, "RANK": str(rank), "LOCAL_RANK": "0" if as_machines else str(rank)}
+        # Lightning numbers machines by GROUP_RANK, torchrun's variable.
+        {**common, "RANK": str(rank), "GROUP_RANK": str(rank), "LOCAL_RANK": "0"}
+        if as_machines
+        else {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         for rank in range(count)
     ]
 

@@ -75,12 +75,16 @@ class Departure:
         }
 
     def check_members(self, least: int) -> None:
-        """Raise `PeerLost` if fewer members are left than a step needs."""
-        count = len(self._membership.peers) + 1
+        """Raise `PeerLost` if fewer members are left than a step needs; every worker of a team counts."""
+        teams = self._membership.teams
+        count = sum(workers for workers, _ in teams)
         if self._membership.phase is Phase.IN and count < least:
-            gone = self._introductions.describe_departed()
-            why = gone or "the run began with no more"
-            raise PeerLost(f"{count} of at least {least} members are left: {why}")
+            has_teams = count > len(teams)
+            what = "workers" if has_teams else "members"
+            why = self._introductions.describe_departed() or "the run began with no more"
+            if has_teams:
+                why += ", or workers of a machine are gone"
+            raise PeerLost(f"{count} of at least {least} {what} are left: {why}")
 
     def suspect(self, runs: Iterable[NodeRun], why: str) -> None:
         """Consider members gone: begin to agree with the others on their last updates.

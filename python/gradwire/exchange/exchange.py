@@ -114,6 +114,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
     workers = 1
     present = 1
     takes_devices = True
+    step_number = property(lambda self: _step_number(self))
 
     def __init__(
         self, enc: Encoder | Groups, node: Node, **options: Unpack[ExchangeOptions]
@@ -512,8 +513,8 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
         goes on bit for bit. The message of an unfinished step is put back into the residual, so nothing is lost. With
         the ``params`` of ``step_moved``, ``apply_residual`` makes the residual their difference to the shared ones.
         """
-        training = self._membership.introductions.training
-        return checkpoint.state_of(self._replica, training, params)
+        state = checkpoint.state_of(self._replica, self._membership.introductions.training, params)
+        return {**state, "step_number": resume_number(self)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``, before the first step.
@@ -526,6 +527,18 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
             raise RuntimeError("this exchange has begun: load the state into a new one")
         checkpoint.load_state(state, self._replica)
         self._start.load_training(state["training"])
+
+
+def _step_number(exchange: Exchange) -> int:
+    """Return the number of the training's next step, counted from 0: local steps (``every``) are steps, too."""
+    is_open = exchange._replica.pending is not None
+    return resume_number(exchange) + (exchange._options.every if is_open else 0)
+
+
+def resume_number(exchange: Exchange) -> int:
+    """Return the number of the step with which ``state_dict`` goes on: it puts an unfinished step's message back."""
+    replica = exchange._replica
+    return replica.step * exchange._options.every + replica.local_steps
 
 
 # ---- one exchange after another --------------------------------------------------------------------------------------

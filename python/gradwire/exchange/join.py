@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -29,6 +30,29 @@ _SILENT_STEPS = 2
 # Memory for the members' updates that wait for the snapshot: times its size, and at least so many bytes.
 _KEPT_FACTOR = 2
 _KEPT_BYTES = 256 << 20
+
+
+def _tell_step(ensure_member: Callable[..., None]) -> Callable[..., None]:
+    """Log the step at which a node comes in late."""
+
+    @functools.wraps(ensure_member)
+    def told(self: Join, *args: Any) -> None:
+        comes_late = self._membership.phase is not self._membership.destination
+        ensure_member(self, *args)
+        if comes_late and self._options.role != "observer":
+            _LOG.warning(
+                "this node comes in late, at step %d of the training: let schedules and data go on from there "
+                "(step_number)",
+                self._replica.step * self._options.every,
+            )
+
+    return told
+
+
+def _is_enough(join: Join) -> bool:
+    """Return whether this node's workers alone are as many as a step needs."""
+    workers, _ = join._membership.teams[0]
+    return workers >= join._options.min_members
 
 
 class Join:
@@ -255,6 +279,7 @@ class Join:
 
     # ---- joining late ------------------------------------------------------------------------------------------------
 
+    @_tell_step
     def ensure_member(self, params: Any, optimizer_state: NodeState) -> None:
         """Become a member where training has begun: load a snapshot, follow the members, be admitted.
 
@@ -361,7 +386,7 @@ class Join:
         """Ask for a snapshot, or load the one that has arrived."""
         members = self._trainings.joinable()
         # With ``min_members`` no step is taken alone.
-        if not members and self._options.min_members == 1 and self._trainings.has_to_resume:
+        if not members and _is_enough(self) and self._trainings.has_to_resume:
             self._resume(params, optimizer_state)
         elif self._recipient.donor not in members:
             self._ask(members, params)

@@ -60,13 +60,15 @@ HAS_UPDATES = 2
 _OUTCOME_BYTES = 1 << 16
 
 # One word of a row for every worker.
-_ROWS = 6
+_ROWS = 8
 _ARRIVED = 0
 _TAKES_PART = 1
 _IS_NEW = 2
 _WEIGHT = 3
 _REDUCED = 4
 _WRITTEN = 5
+_BEGINS_AT = 6  # number of the training's step at a worker's first call
+_HAS_LEFT = 7
 
 # Waiting: the pause between two looks at the memory, and the time between two looks at the others' locks.
 _PAUSE_S = 0.00005
@@ -84,6 +86,8 @@ class _Outcome:
     result: Any
     error: BaseException | None
     next_step: int
+    step_number: int
+    resume_number: int
     members: tuple[Peer, ...]
     total_workers: int
     stats: ExchangeStats
@@ -109,6 +113,7 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
         rank: of this worker.
         reduction: "mean": the machine's update is the mean of the workers' updates; "sum": their sum.
         timeout_s: longest wait for a worker that has not come at all; a late one that lives is waited for.
+        needs_all: let a call fail where a worker has died, for launchers that end or restart all of them, as torchrun.
 
     Raises:
         ValueError: an argument cannot be used, or a living process has this rank.
@@ -143,6 +148,7 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
         rank: int,
         reduction: Reduction = "mean",
         timeout_s: float = 60.0,
+        needs_all: bool = False,
     ) -> None:
         if reduction not in ("mean", "sum"):
             raise ValueError(f"reduction is {reduction!r}, must be 'mean' or 'sum'")
@@ -153,6 +159,8 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
         self.rank = rank
         self.reduction = reduction
         self.timeout_s = timeout_s
+        self.needs_all = needs_all
+        self._lost: set[int] = set()  # workers that have died, rank 0's knowledge
         self._path = path_of("team", name)
         self._state_file = ""
         self._file: SharedFile | None = None  # with the arrays
@@ -247,8 +255,11 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
         """Number of workers that took part in the last call."""
         return int(np.count_nonzero(self._rows[_TAKES_PART]))
 
-    def close(self) -> None:
-        """Release the memory and this worker's rank; the others notice that this worker is gone."""
+    def close(self, *, has_failed: bool = False) -> None:
+        """Release the memory and this worker's rank; the others notice that it has finished, or ``has_failed``."""
+        if self._file is not None and not self.is_closed and not has_failed:
+            self._rows[_HAS_LEFT, self.rank] = 1
+            fence()
         for finalizer in reversed(self._finalizers):
             finalizer()
         self.params = []
@@ -265,14 +276,21 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
         """Return the team."""
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Close the team."""
-        self.close()
+        self.close(has_failed=kind is not None)
 
     # ---- one call of all workers -------------------------------------------------------------------------------------
 
     def begin_call(
-        self, update: Arrays | None, call: int, *, leads: bool, is_new: bool, written: int = 0
+        self,
+        update: Arrays | None,
+        call: int,
+        *,
+        leads: bool,
+        is_new: bool,
+        begins_at: int = 0,
+        written: int = 0,
     ) -> int:
         """Leave an update, wait for all workers, add the updates up, and return the number of the call.
 
@@ -281,6 +299,7 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
             call: number of this worker's next call.
             leads: whether this worker is rank 0.
             is_new: whether this is this worker's first call.
+            begins_at: number of the training's step at this worker's first call.
             written: digest of the parameters that the caller has written since the last call; 0: none.
 
         Raises:
@@ -299,6 +318,8 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
             fence()
             rows[_WEIGHT, rank] = update is not None
             rows[_IS_NEW, rank] = is_new
+            rows[_BEGINS_AT, rank] = begins_at
+            rows[_HAS_LEFT, rank] = 0
             rows[_WRITTEN, rank] = written
             rows[_ARRIVED, rank] = call
             if leads:
@@ -380,8 +401,12 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
         rows[_TAKES_PART] = rows[_ARRIVED] == call
         gone = np.flatnonzero(before > rows[_TAKES_PART]).tolist()
         if gone:
+            dead = [rank for rank in gone if not rows[_HAS_LEFT, rank]]
+            self._lost.update(dead)
             count = int(rows[_TAKES_PART].sum())
-            _LOG.warning("team %r: worker %s gone, %d go on", self.name, gone, count)
+            if not (dead and self.needs_all):
+                _LOG.warning("team %r: worker %s gone, %d go on", self.name, gone, count)
+        self._lost.difference_update(np.flatnonzero(rows[_TAKES_PART]).tolist())
 
     @property
     def senders(self) -> list[int]:
@@ -543,6 +568,9 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
         self._equalizes = False
         self.agreement = Agreement() if exchange is None else exchange.agreement
         self._written: Arrays = []  # by the caller, since the last call
+        self._loaded_step = (
+            0  # number of the next step of a checkpoint, where the leader has the rest
+        )
 
     @property
     def rank(self) -> int:
@@ -570,6 +598,13 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
         if self.exchange is not None:
             return self.exchange.next_step
         return 0 if self._outcome is None else self._outcome.next_step
+
+    @property
+    def step_number(self) -> int:
+        """See `Exchange.step_number`; before the first call that of the checkpoint that was loaded."""
+        if self.exchange is not None:
+            return int(self.exchange.step_number)
+        return self._loaded_step if self._outcome is None else self._outcome.step_number
 
     @property
     def members(self) -> tuple[Peer, ...]:
@@ -679,19 +714,41 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
     def held(self, params: Any) -> list[bool]:
         """See `Exchange.held`."""
         arrays = writable_views(params)
-        if self.team.is_closed:
+        if self.team.is_closed or not self.team.is_attached:
             return [False] * len(arrays) if self.exchange is None else self.exchange.held(arrays)
         return list(map(np.array_equal, arrays, self.team.params))
 
     def state_dict(self, params: Any = None) -> dict[str, Any]:  # noqa: ARG002  (as Exchange.state_dict)
-        """See `Exchange.state_dict`: the leader's; empty for the others."""
+        """See `Exchange.state_dict`: the leader's; of the others only the number of the next step."""
         # The machine's updates go to the residual and not through the parameters, so the residual is kept bit for bit.
-        return {} if self.exchange is None else self.exchange.state_dict()
+        if self.exchange is not None:
+            return self.exchange.state_dict()
+        resume_number = self._loaded_step if self._outcome is None else self._outcome.resume_number
+        return {"step_number": resume_number}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Exchange.load_state_dict`: for the leader; the others have nothing to load."""
+        """See `Exchange.load_state_dict`.
+
+        Raises:
+            ValueError: as there; or this worker leads, and the state is of another.
+            RuntimeError: this worker has begun.
+        """
+        if self._call is not None:
+            raise RuntimeError("this exchange has begun: load the state into a new one")
         if self.exchange is not None:
+            if "encoders" not in state:
+                raise ValueError(
+                    f"this is local rank 0 of {self.workers}, and the state is of another rank, which has no residual: "
+                    "every rank loads the state that it has saved"
+                )
             self.exchange.load_state_dict(state)
+            return
+        if "encoders" in state:
+            _LOG.warning(
+                "local rank %d goes on from the checkpoint of local rank 0, with that one's optimiser state",
+                self.rank,
+            )
+        self._loaded_step = int(state["step_number"])
 
     def _call_together(
         self,
@@ -722,7 +779,12 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
         last_call = team.started_call if self._call is None else self._call
         written = int(digest_of(self._written), 16) if self._written else 0
         call = team.begin_call(
-            update, last_call + 1, leads=leads, is_new=self._call is None, written=written
+            update,
+            last_call + 1,
+            leads=leads,
+            is_new=self._call is None,
+            begins_at=self.step_number,
+            written=written,
         )
         if self.exchange is not None:
             self._act(self.exchange, action, state)
@@ -734,6 +796,13 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
         # joined late.
         if outcome.state_file and not leads and (self._call is None or _is_late(outcome.result)):
             team.take_state(as_state(state), outcome.state_file)
+        if self._call is None and call > 1 and outcome.error is None:
+            _LOG.warning(
+                "rank %d of this machine comes in late, at step %d of the training: let schedules and data go on from "
+                "there (step_number)",
+                self.rank,
+                outcome.step_number,
+            )
         self._call = call
         targets = team.params if params is None else writable_views(params)
         # A caller may train on the team's memory itself, which needs no copy.
@@ -757,6 +826,7 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
         if team.senders:
             exchange.set_team(len(team.senders), sends_mean=team.reduction == "mean")
         try:
+            _check_workers(team, begins=self._call is None)
             has_shared = bool(self._written) and exchange.place_shared(team.shared)
             if has_shared and team.adopt_written(self._written):
                 exchange.note_written(team.params, self._written)
@@ -775,6 +845,8 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
                 result,
                 error,
                 exchange.next_step,
+                exchange.step_number,
+                single.resume_number(exchange),
                 exchange.members,
                 exchange.total_workers,
                 exchange.stats,
@@ -819,7 +891,36 @@ def take_over(exchange: AnyExchange, before: AnyExchange, added: Sequence[Any]) 
     elif isinstance(exchange, LocalExchange) and isinstance(before, LocalExchange):
         if exchange.exchange is not None and before.exchange is not None:
             single.take_over(exchange.exchange, before.exchange, added)
+        exchange._loaded_step = before.step_number
         before.team.close()
+
+
+def _check_workers(team: LocalTeam, *, begins: bool) -> None:
+    """Refuse a call of the leader that its workers cannot make together.
+
+    Args:
+        team: of the leader.
+        begins: whether this is the first call.
+
+    Raises:
+        PeerLost: a worker has died, and the team needs all.
+        Mismatch: the workers have loaded checkpoints of different steps.
+    """
+    if team._lost and team.needs_all:
+        ranks = ", ".join(map(str, sorted(team._lost)))
+        raise PeerLost(
+            f"local rank {ranks} of this machine has died: the others stop, because the launcher starts all local "
+            "ranks again, or ends them"
+        )
+    members = np.flatnonzero(team._rows[_TAKES_PART]).tolist()
+    numbers = {rank: int(team._rows[_BEGINS_AT, rank]) for rank in members}
+    if begins and len(set(numbers.values())) > 1:
+        steps = ", ".join(f"local rank {rank} at {step}" for rank, step in numbers.items())
+        raise Mismatch(
+            f"the ranks of this machine begin at different steps of the training: {steps}. Load checkpoints of the "
+            "same step on all ranks (without one a rank begins at 0): of the newest step of which all have one; a "
+            "rank whose own is lost may load that of local rank 0"
+        )
 
 
 def _is_late(result: Any) -> bool:

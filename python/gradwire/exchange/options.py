@@ -83,7 +83,9 @@ class ExchangeOptions(TypedDict, total=False):
     #: what a connected member that sends nothing for ``timeout_s`` leads to: "raise" a `TimeoutError`, "drop" the
     #: member, or "wait" and log its name
     on_straggler: Straggler
-    min_members: int  #: number of nodes, this node included, below which a step raises `PeerLost`
+    #: number of nodes, or of their workers where these are teams, this node's included, below which a step raises
+    #: `PeerLost`
+    min_members: int
     timeout_s: float  #: longest wait of one step
     #: longest wait for the peers before the first step, which may load data for long; None: ``timeout_s``
     start_timeout_s: float | None

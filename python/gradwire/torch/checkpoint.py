@@ -64,7 +64,7 @@ def state_of(
     params, halves = own
     state = exchange.state_dict(params)
     bases: list[Any] = [None] * len(params)
-    if state:  # of a team only the leader has one
+    if "encoders" in state:  # of a team only the leader's
         state["shared"] = shared
         bases = list(map(torch.from_numpy, params_of(state)))
         if in_model:
@@ -125,7 +125,9 @@ class LoadedState:
         halves = stored.pop("rounded", nothing)
         state = _map_leaves(stored, torch.Tensor, lambda tensor: tensor.cpu().numpy())
         bases = copies(params)
-        if state:
+        if "encoders" not in state:
+            exchange.load_state_dict(state)  # of a worker, whose leader has the rest
+        else:
             shared = [
                 array if kept is None else kept
                 for array, kept in zip(bases, state["shared"] or nothing, strict=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -117,9 +118,6 @@ class SharedOptimizer(torch.optim.Optimizer):
         1
     """
 
-    # Without this, GradScaler would not call ``step`` on overflow, and the other nodes would wait.
-    _step_supports_amp_scaling = True
-
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -208,6 +206,15 @@ class SharedOptimizer(torch.optim.Optimizer):
             )
         return value
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether GradScaler calls ``step`` also on overflow: without, the other nodes would wait for this one.
+
+        To all but torch the answer is no: frameworks that hear yes refuse to clip, since fused optimisers unscale
+        gradients only in the step. Here gradients are unscaled before, if somebody does so, as with any other.
+        """
+        return str(sys._getframe(1).f_globals.get("__name__")).startswith("torch.")
+
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; one that the wrapped optimiser has, such as ``param_groups``, is set there."""
         # Frameworks derive proxies from this class, which keep this optimiser as "_optimizer" (Lightning).
@@ -265,7 +272,19 @@ class SharedOptimizer(torch.optim.Optimizer):
         self._local = [], []
         self._has_joined = True
         self._marks = self._mark()
+        if self.step_number:
+            # Steps were taken, elsewhere or before: torch need not warn of a schedule that is brought to this step.
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]
         return joined
+
+    @property
+    def step_number(self) -> int:
+        """Number of the training's next step, counted from 0, as ``join()`` or a loaded checkpoint has made it known.
+
+        Where learning-rate schedules and data have to go on: in a process that comes late, or comes back, it is the
+        others' step. Local steps (``every``) are steps, too. Nodes in asynchronous mode count their own steps.
+        """
+        return self.exchange.step_number
 
     def resync(self) -> Joined:
         """Take parameters, step and shared optimiser state from another node again, for instance after `Diverged`.
@@ -313,6 +332,11 @@ class SharedOptimizer(torch.optim.Optimizer):
                 self._set_aside = values
         if self._training is not None:
             self._training.close(has_failed=has_failed)
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether this optimiser takes part in the training, or has: it can load no state with a residual any more."""
+        return self._has_joined
 
     @property
     def has_ended(self) -> bool:
@@ -581,6 +605,14 @@ class SharedOptimizer(torch.optim.Optimizer):
                 ) from error
             raise
 
+    def _take_assigned(self) -> None:
+        """Share what was put into the groups before the training begins, as callbacks that resume fine-tuning do."""
+        if self._extend is None or self._has_joined or self._loaded is not None:
+            return
+        known = {id(staging.source) for staging in self._params}
+        if any(id(param) not in known for param in parameters_of(self.optimizer)):
+            self._extend_exchange(self._extend)
+
     def _extend_exchange(self, extend: Extend) -> None:
         """Let the exchange have the parameters that were added to the wrapped optimiser."""
         known = {id(staging.source) for staging in self._params}
@@ -645,6 +677,7 @@ class SharedOptimizer(torch.optim.Optimizer):
                 f'processes again. To go on here with the optimiser\'s own state alone, remove the key "{KEY}" '
                 "from the state on all nodes"
             )
+        self._take_assigned()
         before = self.optimizer.state_dict()
         self.optimizer.load_state_dict(state)
         if stored:
@@ -758,6 +791,7 @@ class SharedOptimizer(torch.optim.Optimizer):
 
     def _check_parameters(self) -> None:
         """Refuse parameters that the exchange does not know, or whose kind has changed."""
+        self._take_assigned()
         known = {id(staging.source) for staging in self._params}
         unknown = [
             tuple(param.shape) for param in parameters_of(self.optimizer) if id(param) not in known

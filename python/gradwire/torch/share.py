@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -132,7 +133,34 @@ def share(
     tensors.log()
     shared.expect_shared_in_model()
     ModelState(shared).register(inner)
+    if process_group is None:
+        _look_for_ddp(shared)
     return shared
+
+
+def _look_for_ddp(shared: SharedOptimizer) -> None:
+    """Warn in the first step if DistributedDataParallel has wrapped the model meanwhile, as frameworks do."""
+
+    def look(optimizer: SharedOptimizer, *_: object) -> None:
+        handle.remove()
+        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+            return
+        params = set(optimizer.shared_params())
+        # A module does not know its wrapper. Only types are looked at: some objects raise for everything else.
+        for wrapper in gc.get_objects():
+            is_ddp = issubclass(type(wrapper), DistributedDataParallel)
+            if is_ddp and wrapper.process_group.size() > 1 and params & set(wrapper.parameters()):
+                _LOG.warning(
+                    "DistributedDataParallel averages whole gradients of this model over %d ranks, and share() "
+                    "averages the updates again: each step sends both. Remove DistributedDataParallel(model); with "
+                    "Accelerate: model, optimizer = gradwire.hf.prepare(accelerator, model, optimizer); with "
+                    'Trainer: gradwire.hf.gradwire_trainer(Trainer); with Lightning: Trainer(strategy="gradwire"). '
+                    "Ranks of one machine: share(..., process_group=)",
+                    wrapper.process_group.size(),
+                )
+                return
+
+    handle = shared.register_step_pre_hook(look)
 
 
 def _named(

@@ -1,0 +1,64 @@
+"""Files of a framework's checkpoint that belong to one rank: the state of the optimiser, with the rank's residual."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+__all__ = ["RankFiles"]
+
+
+class RankFiles:
+    """The files beside a checkpoint, ``NAME.rank1`` and so on; rank 0's state is in the checkpoint.
+
+    Args:
+        path: of the checkpoint.
+        rank: of this process.
+        size: number of processes.
+
+    Attributes:
+        own: this rank's file.
+    """
+
+    def __init__(self, path: Any, rank: int, size: int) -> None:
+        self._path = os.fspath(path)
+        self._rank = rank
+        self._size = size
+        self.own = f"{self._path}.rank{rank}"
+
+    def is_writer(
+        self, local_rank: int, barrier: Callable[[], Any], broadcast: Callable[[Any], Any]
+    ) -> bool:
+        """Return whether this process writes the checkpoint: rank 0, and local rank 0 of machines without its files.
+
+        All processes call this together.
+        """
+        if "://" in self._path:  # one store for all
+            return self._rank == 0
+        # A checkpoint of this name may be there from before, so a new name says which machines see rank 0's files.
+        probe = Path(f"{self._path}.{broadcast(secrets.token_hex(8))}")
+        if self._rank == 0:
+            probe.parent.mkdir(parents=True, exist_ok=True)
+            probe.touch()
+        barrier()
+        is_seen = probe.exists()
+        barrier()
+        if self._rank == 0:
+            probe.unlink()
+        return self._rank == 0 or (local_rank == 0 and not is_seen)
+
+    def check(self) -> None:
+        """Refuse to go on without this rank's file.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        if "://" in self._path or Path(self.own).exists():
+            return
+        raise FileNotFoundError(
+            f"{self.own} is missing: rank {self._rank} of {self._size} saves its residual there, beside the "
+            "checkpoint. Resume with as many ranks as have saved it, and on every machine with the files of its ranks"
+        )
