@@ -14,7 +14,15 @@ if TYPE_CHECKING:
 
     from ..transport import Node
 
-__all__ = ["cancel", "check_slots", "driver_address", "is_connect", "tagged"]
+__all__ = [
+    "barrier_failure",
+    "cancel",
+    "check_slots",
+    "driver_address",
+    "failure_of",
+    "is_connect",
+    "tagged",
+]
 
 _SLOTS_S: Final = 45.0  # for executors to register
 
@@ -97,3 +105,29 @@ def driver_address(spark: SparkSession, node: Node) -> str:
     context: Any = spark.sparkContext
     host = context.getConf().get("spark.driver.host")
     return f"{host}:{node.address.rpartition(':')[2]}"
+
+
+def barrier_failure(error: Exception) -> tuple[str, str]:
+    """Return why a barrier stage failed for good, in one line, and the task's traceback; "" for another error."""
+    if "barrier" not in str(error):
+        return "", ""
+    text, trace = _failure(error)
+    return f"a worker failed: {text}", trace
+
+
+def failure_of(error: Exception) -> str:
+    """Return the error of a task, with its traceback, from Spark's error, which has hundreds of lines."""
+    text, trace = _failure(error)
+    return f"{text}\n{trace}" if trace else text
+
+
+def _failure(error: Exception) -> tuple[str, str]:
+    """Return a task's error in one line, and its traceback if it has one."""
+    text = str(error)
+    # The task's own error, in Python's form, is in the middle of several stack traces of Spark.
+    _, start, rest = text.rpartition("Traceback (most recent call last):")
+    lines = rest.split("\n\tat ")[0].strip("\n").rstrip().splitlines() if start else []
+    if lines:
+        return lines[-1].strip(), "\n".join([start, *lines])
+    reasons = [line for line in text.splitlines() if "crashed" in line or "Lost" in line]
+    return (reasons or text.splitlines() or [repr(error)])[0].strip(), ""
