@@ -33,7 +33,7 @@ SET = ("min_peers", "min_members", "on_straggler", "role")
 def test_shared_training_takes_every_option_of_an_exchange_that_it_does_not_set_itself() -> None:
     assert sorted((*VALUES, *SET)) == sorted(ExchangeOptions.__annotations__)
     assert SharedTraining(**VALUES).options == Options(**VALUES)
-    assert SharedTraining().options == Options(apply_residual=True)
+    assert SharedTraining().options == Options(apply_residual=True, timeout_s=300.0)
 
 
 @pytest.mark.parametrize("name", SET)
@@ -67,6 +67,7 @@ def test_a_shared_training_can_be_pickled_compared_hashed_and_read() -> None:
         (SharedTraining, {"evry": 2}, TypeError, "unknown options evry"),
         (ParameterAveraging, {"via": "pigeon"}, ValueError, "must be one of udp, spark"),
         (ParameterAveraging, {"every": 0}, ValueError, "every is 0"),
+        (ParameterAveraging, {"timeout_s": 0.0}, ValueError, "timeout_s is 0.0"),
         (ParameterAveraging, {"network_mask": "x"}, ValueError, "'x' does not appear to be"),
     ],
 )

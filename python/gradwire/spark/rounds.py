@@ -18,7 +18,7 @@ import pyarrow as pa
 import torch
 
 from ..clock import now_s
-from .checkpoints import pack, unpack
+from .checkpoints import Position, pack, unpack
 from .data import VALIDATION, shuffled, spill
 from .train import (
     ModelReplica,
@@ -68,24 +68,34 @@ def fit(
             raise ValueError("there are no rows to train on")
         every = _averaging(job).every
         rounds = -(-count // (workers * job.batch_size * every))
-        done, checkpoint = job.checkpoints.read(0, 1)
+        round_rows = workers * job.batch_size * every
+        position, checkpoint = job.checkpoints.read(0, 1)
+        rounds_done = position.steps_done(rounds, round_rows)
+        last = job.epochs + position.first_epoch * job.is_warm
+
+        def save(state: bytes) -> None:
+            done = rounds_done * every
+            epoch, step = divmod(rounds_done, rounds)
+            job.checkpoints.write(done, 0, state)
+            job.checkpoints.finish(done, 1, Position(epoch, step, round_rows, position.first_epoch))
+
         state = pack(checkpoint) if checkpoint else _state(ModelReplica(replace(job, device="cpu")))
         history: list[dict[str, Any]] = []
         best = state
         losses = [np.inf]
         began_s = now_s()
-        for epoch in range(done // (rounds * every), job.epochs):
+        for epoch in range(rounds_done // rounds, last):
             start_s = now_s()
             stats: list[dict[str, Any]] = []
             order = np.random.default_rng([job.seed, epoch]).permutation(rounds).tolist()
-            for number in order[done // every - epoch * rounds :]:
+            for number in order[rounds_done - epoch * rounds :]:
                 is_chosen = (F.col("round") * rounds).cast("int") == number
                 chosen = rows.filter(~is_held & is_chosen).drop("round")
                 state = _train_round(job, chosen, state, epoch, stats)
-                done += every
+                rounds_done += 1
+                done = rounds_done * every
                 if job.checkpoints.is_due(done - every, done):
-                    job.checkpoints.write(done, 0, state)
-                    job.checkpoints.finish(done, 1)
+                    save(state)
             if VALIDATION in rows.columns:
                 held = rows.filter(is_held).drop("round").mapInArrow(_scorer(job, state), _SCHEMA)
                 stats += [json.loads(row.data) for row in held.collect()]
@@ -98,6 +108,8 @@ def fit(
                 best = state
             elif len(losses) > losses.index(min(losses)) + job.patience:
                 break
+        if job.checkpoints.folder is not None:
+            save(state)
         return history, pack(unpack(best)["model"])
 
 

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ParameterAveraging", "SharedTraining"]
 
+# A worker that swaps, collects garbage or waits for a disk is slow for minutes, and comes back.
+TIMEOUT_S: Final = 300.0
+
 
 # Options of an exchange that the estimator sets itself, and why.
 _SET: Final = {
@@ -31,8 +34,9 @@ class SharedTraining:
 
     Args:
         exchange: see `ExchangeOptions`: such as ``mode="async"``, or ``every=4, overlap=1``. The
-            workers' models hold their residuals by default (``apply_residual``). The estimator itself sets
-            ``min_peers``, ``min_members``, ``on_straggler`` and ``role``.
+            workers' models hold their residuals by default (``apply_residual``), and a worker that stands still is
+            waited for, and then given up, after ``timeout_s`` (300). The estimator itself sets ``min_peers``,
+            ``min_members``, ``on_straggler`` and ``role``.
 
     Attributes:
         threshold: a threshold policy, or a number; None: the default of `gradwire.torch.share`.
@@ -75,10 +79,15 @@ class SharedTraining:
             "port": port,
             "network_mask": network_mask,
             "workers_per_node": workers_per_node,
-            "options": Options.of({"apply_residual": True, **exchange}),
+            "options": Options.of({"apply_residual": True, "timeout_s": TIMEOUT_S, **exchange}),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)  # the class is frozen
+
+    @property
+    def timeout_s(self) -> float:
+        """Time for which a worker that stands still is waited for."""
+        return self.options.timeout_s
 
     def __repr__(self) -> str:
         """Return the call with the arguments that are not the defaults."""
@@ -106,6 +115,8 @@ class ParameterAveraging:
             allow nothing else.
         port: as `SharedTraining.port`.
         network_mask: as `SharedTraining.network_mask`.
+        timeout_s: time for which a worker that stands still is waited for; then it is given up. With ``via="spark"``
+            that is Spark's matter (``spark.speculation``).
 
     Raises:
         ValueError: a value is out of range.
@@ -116,11 +127,14 @@ class ParameterAveraging:
     via: Literal["udp", "spark"] = "udp"
     port: int = 0
     network_mask: str | None = None
+    timeout_s: float = TIMEOUT_S
 
     def __post_init__(self) -> None:
         if self.via not in ("udp", "spark"):
             raise ValueError(f"via is {self.via!r}, must be one of udp, spark")
         _check_count("every", self.every)
+        if not self.timeout_s > 0.0:
+            raise ValueError(f"timeout_s is {self.timeout_s}, must be positive")
         _check_network(self.port, self.network_mask)
 
 
