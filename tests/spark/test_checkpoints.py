@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.spark, pytest.mark.torch]
 pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("fsspec", reason="fsspec is not installed")
 
-from gradwire.spark.checkpoints import Checkpoints, Position, pack  # noqa: E402
+from gradwire.spark.checkpoints import Checkpoints, Position  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_the_position_is_read_as_it_was_written(tmp_path: Path) -> None:
     state = {"model": {}, "optimizer": {"gradwire": 1, "lr": 2}, "attempt": {"losses": [1.0]}}
     written = Checkpoints(folder, None, 5)
     for rank in range(2):
-        written.write(12, rank, pack({**state, "rank": rank}))
+        written.write(12, rank, {**state, "rank": rank})
     written.finish(12, 2, Position(1, 2, 32, 1))
     position, read = written.read(1, 2)
     assert position == Position(1, 2, 32, 1)

@@ -262,7 +262,7 @@ def test_a_worker_that_stands_still_is_waited_for(rows: Any, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     "training",
-    [SharedTraining(timeout_s=8.0), SharedTraining(timeout_s=8.0, workers_per_node=2)],
+    [SharedTraining(timeout_s=15.0), SharedTraining(timeout_s=15.0, workers_per_node=2)],
     ids=["nodes", "team"],
 )
 def test_a_worker_that_stops_for_good_is_named_and_training_goes_on_from_the_checkpoint(
@@ -296,7 +296,7 @@ def test_when_all_attempts_fail_the_error_is_one_line_with_the_worker_s_own(rows
         value.calls = 0
         return value
 
-    estimator = make_estimator(loss=loss, retries=1, training=SharedTraining(timeout_s=4.0))
+    estimator = make_estimator(loss=loss, retries=1, training=SharedTraining(timeout_s=10.0))
     with pytest.raises(gw.GradwireError, match="worker 1") as caught:
         estimator.fit(rows)
     assert str(caught.value).count("\n") == 0

@@ -21,7 +21,7 @@ pytest.importorskip("pyarrow", reason="pyarrow is not installed")
 pytest.importorskip("fsspec", reason="fsspec is not installed")
 
 from gradwire.spark.progress import Progress  # noqa: E402
-from gradwire.spark.session import barrier_failure  # noqa: E402
+from gradwire.spark.session import task_failure  # noqa: E402
 from gradwire.spark.watch import Watch  # noqa: E402
 
 SECRET = bytes(range(32))
@@ -149,6 +149,7 @@ CHILD = """
 import os, sys, time
 from gradwire.spark.watch import Watch
 watch = Watch(sys.argv[1], bytes(range(32)), (7, 1), float(sys.argv[2]))
+watch.note_start()
 print("here", flush=True)
 def wait_for_a_lock():
     with watch.busy():
@@ -202,6 +203,7 @@ def test_a_hang_shorter_than_the_time_allowed_is_none(
     caplog.set_level(logging.WARNING, "gradwire.spark")
     driver = make_driver(retries=0, timeout_s=2.0)
     with driver.attempt(0) as (watch, _):
+        watch.note_start()
         for _ in range(3):
             with watch.busy():
                 time.sleep(1.0)
@@ -223,13 +225,22 @@ gradwire.errors.PeerLost: worker 1 on 10.1.1.7 is gone
 
 
 def test_spark_s_error_becomes_one_line_with_the_worker_s_own() -> None:
-    text, trace = barrier_failure(RuntimeError(JAVA_TEXT))
+    text, trace = task_failure(RuntimeError(JAVA_TEXT))
     assert text == "a worker failed: gradwire.errors.PeerLost: worker 1 on 10.1.1.7 is gone"
     assert trace.splitlines()[1:3] == ['  File "worker.py", line 3, in main', "    process()"]
     crashed = (
         "job aborted\nbarrier task failed: Python worker exited unexpectedly (crashed): x\n\tat a"
     )
-    text, trace = barrier_failure(RuntimeError(crashed))
+    text, trace = task_failure(RuntimeError(crashed))
     assert (text.count("\n"), trace) == (0, "")
     assert "crashed" in text
-    assert barrier_failure(RuntimeError("there is no table x")) == ("", "")
+    assert task_failure(RuntimeError("there is no table x")) == ("", "")
+
+
+def test_a_python_without_gradwire_is_told_with_the_way_out() -> None:
+    java = JAVA_TEXT.replace("gradwire.errors.PeerLost: worker 1 on 10.1.1.7 is gone", "{}")
+    error = RuntimeError(java.format("ModuleNotFoundError: No module named 'gradwire'"))
+    text, _ = task_failure(error)
+    assert "set PYSPARK_PYTHON" in text
+    assert sys.executable in text
+    assert "\n" not in text

@@ -69,12 +69,12 @@ class Checkpoints:
         """Return whether to write a checkpoint after the steps from ``before`` to ``done``."""
         return self.folder is not None and done // self.every > before // self.every
 
-    def write(self, done: int, rank: int, state: bytes) -> None:
+    def write(self, done: int, rank: int, state: dict[str, Any]) -> None:
         """Write one worker's state after ``done`` steps."""
         files, folder = fsspec.core.url_to_fs(f"{self.folder}/step-{done:09d}")
         files.makedirs(folder, exist_ok=True)
         with files.open(f"{folder}/worker-{rank}.pt", "wb") as file:
-            file.write(state)
+            torch.save(state, file)
 
     def finish(self, done: int, workers: int, position: Position) -> None:
         """Make the checkpoint, which all workers have written, the latest; keep it and the one before."""

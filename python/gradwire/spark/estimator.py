@@ -35,7 +35,14 @@ from . import data, rounds
 from .checkpoints import Checkpoints, unpack
 from .history import History
 from .progress import Progress, report_epoch
-from .session import barrier_failure, cancel, check_slots, tagged
+from .session import (
+    Parcel,
+    cancel,
+    check_slots,
+    gpus_of_executor,
+    tagged,
+    task_failure,
+)
 from .strategies import ParameterAveraging, SharedTraining
 from .tasks import pieces_of
 from .train import OUTPUT, TrainingJob, device_of, rank_of_task, train
@@ -47,6 +54,9 @@ if TYPE_CHECKING:
 __all__ = ["EstimatorOptions", "TorchEstimator", "TorchModel"]
 
 _LOG = logging.getLogger("gradwire.spark")
+
+# In which the results come to the driver, one after the other: it has memory for one.
+_PARTS = 8
 
 
 class ModelOptions(TypedDict, total=False):
@@ -121,7 +131,11 @@ _ROLES = {
 
 
 class _Stored(MLReadable[Any], MLWritable):
-    """Saving and loading: parameters and state as rows of a DataFrame, in any file system of Spark."""
+    """Saving and loading: parameters and state as rows of a DataFrame, in any file system of Spark.
+
+    **Loading runs code from the file**: the functions that make model, optimiser and loss are stored by cloudpickle.
+    Load only what you, or somebody whom you trust as much, has saved.
+    """
 
     _state: tuple[str, ...] = ()  # names of attributes that are saved with the parameters
 
@@ -131,7 +145,7 @@ class _Stored(MLReadable[Any], MLWritable):
 
     @classmethod
     def read(cls) -> MLReader[Any]:
-        """Return the reader."""
+        """Return the reader. **What it loads can run any code**: load only files that you trust."""
         return _Reader(cls)
 
 
@@ -245,11 +259,17 @@ class TorchEstimator(Estimator["TorchModel"], _Stored):
     def _fit(self, dataset: DataFrame) -> TorchModel:
         spark = dataset.sparkSession
         workers = self.getOrDefault("num_workers")
-        job = self._job()
+        job = self._job(spark)
         rows = self._rows(dataset)
         if isinstance(job.training, ParameterAveraging) and job.training.via == "spark":
-            with tagged(spark, f"{self.uid}-{secrets.token_hex(4)}"):
-                history, state = rounds.fit(job, rows, workers, report_epoch)
+            try:
+                with tagged(spark, f"{self.uid}-{secrets.token_hex(4)}"):
+                    history, state = rounds.fit(job, rows, workers, report_epoch)
+            except Exception as error:
+                text, trace = task_failure(error)
+                if not text:
+                    raise
+                raise GradwireError(text) from (WorkerTraceback(trace) if trace else None)
         else:
             check_slots(spark, workers)
             history, state = self._run(spark, job, rows)
@@ -260,7 +280,7 @@ class TorchEstimator(Estimator["TorchModel"], _Stored):
         model.rows = history if self.getOrDefault("collect_stats") else _without_workers(history)
         return model._resetUid(self.uid)
 
-    def _job(self) -> TrainingJob:
+    def _job(self, spark: SparkSession) -> TrainingJob:
         values = {name: self.getOrDefault(name) for name in _ESTIMATOR}
         for name in ("model", "optimizer", "loss"):
             if not callable(values[name]) or isinstance(values[name], torch.nn.Module):
@@ -290,6 +310,9 @@ class TorchEstimator(Estimator["TorchModel"], _Stored):
             raise TypeError(
                 f"training is {training!r}, must be SharedTraining or ParameterAveraging"
             )
+        size = 1
+        if isinstance(training, SharedTraining):
+            size = training.workers_per_node or max(1, gpus_of_executor(spark))
         if not isinstance(values["limits"], (Limits, NoneType)):
             raise TypeError(
                 f"limits is {values['limits']!r}, must be gradwire.transport.Limits(...)"
@@ -315,6 +338,7 @@ class TorchEstimator(Estimator["TorchModel"], _Stored):
         return TrainingJob(
             **{name: values[name] for name in names},
             training=training,
+            team_size=size,
             columns={role: values[name] for role, name in _ROLES.items()},
             secret=parse_secret(generate_secret()),
             checkpoints=Checkpoints(checkpoint, resume, values["checkpoint_every"]),
@@ -359,7 +383,7 @@ class TorchEstimator(Estimator["TorchModel"], _Stored):
                         continue
                     if isinstance(error, GradwireError):
                         raise
-                    text, trace = progress.failure or barrier_failure(error)
+                    text, trace = progress.failure or task_failure(error)
                     if not text:
                         raise
                     _LOG.debug("Spark's error", exc_info=error)
@@ -378,7 +402,7 @@ def _results(rows: DataFrame, job: TrainingJob) -> dict[str, bytes]:
     pieces: dict[str, dict[int, bytes]] = {}
     # Without a shuffle behind it Spark would not repeat a barrier stage whose executor was lost.
     trained = rows.mapInArrow(lambda batches: train(job, batches), OUTPUT, barrier=True)
-    for row in trained.repartition(4).toLocalIterator():
+    for row in trained.repartition(_PARTS).toLocalIterator():
         if row.kind == "error":
             text, _, trace = bytes(row.data).decode().partition("\n")
             raise GradwireError(f"worker {row.worker} failed: {text}") from WorkerTraceback(trace)
@@ -390,6 +414,8 @@ def _results(rows: DataFrame, job: TrainingJob) -> dict[str, bytes]:
 
 class TorchModel(Model, _Stored):
     """A trained torch model; made by `TorchEstimator`.
+
+    **Loading a saved model runs code from the file**, so load only files that you trust.
 
     Attributes:
         state: the module's ``state_dict``, as bytes of ``torch.save``.
@@ -404,6 +430,11 @@ class TorchModel(Model, _Stored):
         self.state = b""
         self.rows: list[dict[str, Any]] = []
         self.checkpoint: str | None = None
+        self._sent: tuple[SparkSession, bytes, Parcel] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return everything but what only this session has."""
+        return {**vars(self), "_sent": None}
 
     @property
     def history(self) -> History:
@@ -418,8 +449,13 @@ class TorchModel(Model, _Stored):
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
         values = {name: self.getOrDefault(name) for name in _BOTH}
+        spark = dataset.sparkSession
+        sent = self._sent
+        if sent is None or sent[0] is not spark or sent[1] is not self.state:
+            # Not closed: the DataFrame that is returned may be used for as long as the session.
+            self._sent = sent = spark, self.state, Parcel(spark, self.state)
         predict = F.pandas_udf(  # type: ignore[attr-defined,call-overload,unused-ignore]
-            _predictor(values, self.state),
+            _predictor(values, sent[2]),
             "prediction double, raw array<float>, probability array<float>",
         )
         from pyspark.ml.functions import array_to_vector
@@ -444,13 +480,13 @@ for _kind, _options in ((TorchEstimator, _ESTIMATOR), (TorchModel, _BOTH)):
         setattr(_kind, _name, Param(Params._dummy(), _name, f"see {_kind.__name__}"))
 
 
-def _predictor(values: dict[str, Any], state: bytes) -> Callable[..., Any]:
+def _predictor(values: dict[str, Any], parcel: Parcel) -> Callable[..., Any]:
     """Return the function that predicts, batch by batch; it loads the model once per task."""
 
     def predict(batches: Iterator[pd.Series]) -> Iterator[pd.DataFrame]:
         device = device_of(values["device"])
         module = values["model"]().to(device)
-        module.load_state_dict(unpack(state))
+        module.load_state_dict(unpack(parcel.read()))
         module.eval()
         checked = data.Checked(f"partition {rank_of_task()}")
         for series in batches:

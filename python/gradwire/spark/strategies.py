@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ..exchange.options import ExchangeOptions, Options
+from ..policy import ResidualClip, ShakeUp
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -43,7 +45,10 @@ class SharedTraining:
         port: the first UDP port of the workers of each machine; 0: the system chooses.
         network_mask: a network such as "10.1.1.0/24", in which every machine has one address.
         workers_per_node: workers of a machine that share one residual and send one message per step, through shared
-            memory; 1: each worker sends its own. Every worker has the same weight, also where a machine has fewer.
+            memory; 1: each worker sends its own; None: the number of GPUs of an executor, or else 1. Every worker has
+            the same weight, also where a machine has fewer.
+        shakeup: periodic messages with a smaller threshold, a `ShakeUp`; None: without.
+        clip: periodic clipping of the residual, a `ResidualClip`; None: nothing is ever cut off.
         options: those of the exchange, with the defaults.
 
     Raises:
@@ -57,7 +62,9 @@ class SharedTraining:
     threshold: ThresholdPolicy | float | None
     port: int
     network_mask: str | None
-    workers_per_node: int
+    workers_per_node: int | None
+    shakeup: ShakeUp | None
+    clip: ResidualClip | None
     options: Options
 
     def __init__(
@@ -66,19 +73,27 @@ class SharedTraining:
         threshold: ThresholdPolicy | float | None = None,
         port: int = 0,
         network_mask: str | None = None,
-        workers_per_node: int = 1,
+        workers_per_node: int | None = None,
+        shakeup: ShakeUp | None = None,
+        clip: ResidualClip | None = None,
         **exchange: Unpack[ExchangeOptions],
     ) -> None:
         for name in exchange:
             if name in _SET:
                 raise ValueError(f"{name} is set by the estimator: {_SET[name]}")
-        _check_count("workers_per_node", workers_per_node)
+        if workers_per_node is not None:
+            _check_count("workers_per_node", workers_per_node)
+        for name, schedule, kind in (("shakeup", shakeup, ShakeUp), ("clip", clip, ResidualClip)):
+            if not isinstance(schedule, (kind, NoneType)):
+                raise TypeError(f"{name} is {schedule!r}, must be {kind.__name__}(...)")
         _check_network(port, network_mask)
         values = {
             "threshold": threshold,
             "port": port,
             "network_mask": network_mask,
             "workers_per_node": workers_per_node,
+            "shakeup": shakeup,
+            "clip": clip,
             "options": Options.of({"apply_residual": True, "timeout_s": TIMEOUT_S, **exchange}),
         }
         for name, value in values.items():

@@ -30,14 +30,11 @@ from .data import FEATURES, LABEL, WEIGHT, Spill, shuffled, spill
 from .placement import teams_of
 from .strategies import ParameterAveraging, SharedTraining
 from .tasks import connect, hosts_of, pieces_of
-from .watch import Watch, one_line, silence_limits
+from .watch import START_S, Watch, one_line, silence_limits
 
 OUTPUT: Final = "worker bigint, kind string, part bigint, data binary"
 CATCH_UP_S: Final = 0.2  # for the last messages of an asynchronous epoch
 CONNECT_S: Final = 40.0  # machines that do not reach each other are an error within a minute
-START_S: Final = (
-    60.0  # at least, for workers to start: importing torch takes time, also where a step has little
-)
 FAILURE_S: Final = (
     5.0  # for the other workers' errors, one of which may be the cause of this worker's
 )
@@ -63,6 +60,7 @@ class TrainingJob:
     patience: int
     checkpoints: Checkpoints
     is_warm: bool  #: the epochs are counted from the checkpoint to resume from
+    team_size: int  #: workers of a machine that send one message
     limits: Limits | None  #: of the workers' nodes
     driver: str | None  #: address of the driver's node
 
@@ -283,7 +281,11 @@ class SharedTrainer:
         self.exchange: AnyExchange
         if node is not None:
             groups = Groups.of(
-                parameters_of(optimizer), training.threshold, is_adaptive=is_adaptive(optimizer)
+                parameters_of(optimizer),
+                training.threshold,
+                is_adaptive=is_adaptive(optimizer),
+                shakeup=training.shakeup,
+                clip=training.clip,
             )
             options: dict[str, Any] = {**asdict(training.options), "min_peers": machines - 1}
             self.exchange = lead = Exchange(groups, node, **options)
@@ -348,7 +350,7 @@ class AveragingTrainer:
 
     Args:
         training: how often, and of what.
-        optimizer: of this worker's model.
+        replica: this worker's model and optimiser.
         node: of this worker.
         workers: number of workers.
     """
@@ -359,11 +361,12 @@ class AveragingTrainer:
     def __init__(
         self,
         training: ParameterAveraging,
-        optimizer: torch.optim.Optimizer,
+        replica: ModelReplica,
         node: Node,
         workers: int,
     ) -> None:
-        self.optimizer = optimizer
+        self.optimizer = replica.optimizer
+        self._replica = replica
         self._training = training
         self._node = node
         self._others = workers - 1
@@ -391,7 +394,7 @@ class AveragingTrainer:
         if not self._steps:
             return
         self._steps = 0
-        flat = averaged_values(self.optimizer, self._training)
+        flat = averaged_values(self._replica, self._training)
         if self._exchange is None:
             encoder = Encoder(flat.size, threshold=1.0)
             options: Any = {
@@ -407,39 +410,45 @@ class AveragingTrainer:
         times.add(before, self._exchange.stats, is_leader=True)
         if len(self._exchange.members) < self._others:
             raise PeerLost(lost_workers(self._node.names, self._exchange.members))
-        put_values(self.optimizer, self._training, mean)
+        put_values(self._replica, self._training, mean)
 
     def shared(self) -> contextlib.AbstractContextManager[None]:
         """Do nothing: at the end of an epoch all parameters are the mean."""
         return contextlib.nullcontext()
 
 
-def _averaged(optimizer: torch.optim.Optimizer, training: ParameterAveraging) -> list[torch.Tensor]:
-    """Return the parameters and, if wanted, the tensors of the optimiser's state, in the same order everywhere."""
-    params = parameters_of(optimizer)
+def _averaged(replica: ModelReplica, training: ParameterAveraging) -> list[torch.Tensor]:
+    """Return the parameters, the model's statistics and, if wanted, the optimiser's, in the same order everywhere."""
+    params = parameters_of(replica.optimizer)
     averaged = [param.detach() for param in params]
+    averaged += [buffer for buffer in replica.model.buffers() if buffer.is_floating_point()]
     if training.average_optimizer:
-        states = [optimizer.state.get(param, {}) for param in params]
+        states = [replica.optimizer.state.get(param, {}) for param in params]
         values = [state[name] for state in states for name in sorted(state)]
-        averaged += [
-            value for value in values if torch.is_tensor(value) and value.is_floating_point()
-        ]
+        averaged += [value for value in values if is_averaged(value)]
     return averaged
 
 
-def averaged_values(
-    optimizer: torch.optim.Optimizer, training: ParameterAveraging
-) -> NDArray[np.float32]:
+def is_averaged(value: Any) -> bool:
+    """Return whether a value of an optimiser's state is averaged."""
+    return torch.is_tensor(value) and value.is_floating_point()
+
+
+def averaged_values(replica: ModelReplica, training: ParameterAveraging) -> NDArray[np.float32]:
     """Return all values that are averaged, one after the other."""
-    flat = [tensor.reshape(-1).float().cpu() for tensor in _averaged(optimizer, training)]
-    return torch.cat(flat).numpy()
+    tensors = _averaged(replica, training)
+    flat = np.empty(sum(tensor.numel() for tensor in tensors), np.float32)
+    pieces = torch.from_numpy(flat).split([tensor.numel() for tensor in tensors])
+    for tensor, piece in zip(tensors, pieces, strict=True):
+        piece.copy_(tensor.reshape(-1))
+    return flat
 
 
 def put_values(
-    optimizer: torch.optim.Optimizer, training: ParameterAveraging, flat: NDArray[np.float32]
+    replica: ModelReplica, training: ParameterAveraging, flat: NDArray[np.float32]
 ) -> None:
     """Copy averaged values back."""
-    tensors = _averaged(optimizer, training)
+    tensors = _averaged(replica, training)
     pieces = torch.from_numpy(flat).split([tensor.numel() for tensor in tensors])
     for tensor, piece in zip(tensors, pieces, strict=True):
         tensor.copy_(piece.reshape(tensor.shape))
@@ -517,8 +526,7 @@ class Worker(ModelReplica):
         """Connect the nodes, one per team, and create the exchange over them."""
         job = self.job
         training = job.training
-        size = training.workers_per_node if isinstance(training, SharedTraining) else 1
-        teams = teams_of(hosts_of(self.context), size)
+        teams = teams_of(hosts_of(self.context), job.team_size)
         leads = sorted(team[0] for team in teams)
         mask = training.network_mask
         limits = silence_limits(job.limits, training.timeout_s)
@@ -545,9 +553,7 @@ class Worker(ModelReplica):
             self.trainer = SharedTrainer(training, self.optimizer, node, place, len(leads))
         else:
             # Without teams every worker has a node.
-            self.trainer = AveragingTrainer(
-                training, self.optimizer, cast("Node", node), len(leads)
-            )
+            self.trainer = AveragingTrainer(training, self, cast("Node", node), len(leads))
         if self.trainer.team is not None:
             stack.callback(self.trainer.team.close)
 
@@ -603,6 +609,7 @@ class Worker(ModelReplica):
             for param in parameters_of(self.optimizer):
                 param.grad = torch.zeros_like(param)
         self.trainer.step(times)
+        self.watch.note_start()
 
     def end_steps(self, times: Times) -> None:
         """Exchange the remaining local steps, once all workers have taken all steps."""
@@ -639,7 +646,7 @@ class Worker(ModelReplica):
                 "optimizer": self.trainer.optimizer.state_dict(),
             }
             attempt = {name: getattr(self, name) for name in ("history", "losses", "best")}
-            self.job.checkpoints.write(done, self.rank, pack({**state, "attempt": attempt}))
+            self.job.checkpoints.write(done, self.rank, {**state, "attempt": attempt})
         self.gather()
         if self.rank == 0:
             epoch, step = divmod(done, steps)

@@ -15,9 +15,10 @@ from ..clock import now_s
 from ..errors import TransportError
 from ..transport import Limits, Node
 
-__all__ = ["WORKERS_MAX", "Watch", "one_line", "silence_limits"]
+__all__ = ["START_S", "WORKERS_MAX", "Watch", "one_line", "silence_limits"]
 
 WORKERS_MAX: Final = 1 << 16
+START_S: Final = 60.0  # at least, for a worker to start: importing torch takes time, also where a step takes little
 _CONNECT_S: Final = 2.0  # executors that do not reach the driver report nothing
 _LOOK_S: Final = 0.5
 _LINE_MAX: Final = 2_000
@@ -49,6 +50,7 @@ class Watch:
         self, driver: str | None, secret: bytes, task: tuple[int, int], timeout_s: float
     ) -> None:
         self._timeout_s = timeout_s
+        self._allowed_s = max(timeout_s, START_S)  # until the first step is done
         self._node: Node | None = None
         if driver:
             # Other attempts are other nodes, so that the driver does not mix their messages.
@@ -74,6 +76,10 @@ class Watch:
                 note = {"kind": kind, "waits": self._waits, **values}
                 self._node.publish(json.dumps(note).encode())
 
+    def note_start(self) -> None:
+        """Allow only ``timeout_s`` from now on."""
+        self._allowed_s = self._timeout_s
+
     def tell_wait(self) -> None:
         """Tell the driver that this worker waits for all others from now on."""
         self._waits += 1
@@ -81,7 +87,10 @@ class Watch:
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
-        """Allow the block ``timeout_s``; do not wait for other workers in it, who have times of their own."""
+        """Allow the block ``timeout_s``, and more before the first step.
+
+        Do not wait in the block for other workers, who have times of their own.
+        """
         self._began_s = now_s()
         try:
             yield
@@ -91,10 +100,10 @@ class Watch:
     def _look(self) -> None:
         while not self._ended.wait(_LOOK_S):
             began_s = self._began_s
-            if began_s is not None and now_s() - began_s > self._timeout_s:
+            if began_s is not None and now_s() - began_s > self._allowed_s:
                 stack = traceback.extract_stack(sys._current_frames()[self._main])
                 last = stack[-1]
-                text = f"no progress for {self._timeout_s:g} s in {last.filename}, line {last.lineno}, {last.name}"
+                text = f"no progress for {self._allowed_s:g} s in {last.filename}, line {last.lineno}, {last.name}"
                 trace = "".join(traceback.format_list(stack))
                 self.tell("error", text=text, trace=trace, is_final=False)
                 sys.stderr.write(f"{text}\n{trace}")  # in the executor's log
