@@ -120,6 +120,27 @@ def test_a_model_saved_and_loaded_predicts_the_same(rows: Any, tmp_path: Path) -
         TorchEstimator.load(f"{tmp_path}/model")
 
 
+@pytest.mark.parametrize("training", [None, ParameterAveraging(via="spark")], ids=str)
+def test_a_state_that_is_too_large_for_a_task_goes_to_the_executors_beside_it(
+    rows: Any, training: Any
+) -> None:
+    def model() -> Any:
+        import torch
+
+        return torch.nn.Sequential(torch.nn.Linear(4, 60_000), torch.nn.Linear(60_000, 3))
+
+    def optimizer(params: Any) -> Any:
+        import torch
+
+        return torch.optim.AdamW(params, lr=1e-3)
+
+    estimator = make_estimator(model=model, optimizer=optimizer, epochs=1, training=training)
+    fitted = estimator.fit(rows)
+    assert len(fitted.state) > 1 << 20
+    for _ in range(2):
+        assert accuracy(fitted, rows) > 0.9
+
+
 def test_only_one_worker_of_a_machine_counts_the_machine_s_bytes(rows: Any) -> None:
     training = SharedTraining(workers_per_node=2)
     history = make_estimator(training=training, collect_stats=True, epochs=1).fit(rows).history
