@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.spark, pytest.mark.torch]
 torch: Any = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("pyarrow", reason="pyarrow is not installed")
 pytest.importorskip("fsspec", reason="fsspec is not installed")
+pytest.importorskip("pandas", reason="pandas is not installed")
 
 from gradwire.spark.checkpoints import Checkpoints, unpack  # noqa: E402
 from gradwire.spark.rounds import _CHUNK, _STATE, _load, _rest_of, _State  # noqa: E402
