@@ -305,9 +305,40 @@ def test_a_bitmap_becomes_messages_that_add_up_to_the_same(seed: int, numel: int
     assert [m.threshold for m in messages] == ([0.5, 0.25] if halves else [0.5])
 
 
-def test_a_tau_that_is_no_bfloat16_value_is_refused() -> None:
-    message = dl4j.encode_threshold(np.ones(4, np.float32), 1e-3)
-    with pytest.raises(MessageError, match="bfloat16"):
+@pytest.mark.parametrize("form", ["threshold", "bitmap"])
+def test_every_threshold_of_deeplearning4j_s_decay_is_taken_exactly(form: str) -> None:
+    for exponent in range(100):
+        tau = 1e-3 * 0.966**exponent
+        check_exact(form, tau, seed=exponent)
+
+
+def check_exact(form: str, tau: float, seed: int) -> None:
+    """Check that the converted messages add up to what Deeplearning4j decodes, in float32 and float64."""
+    theirs = getattr(dl4j, f"encode_{form}")(updates_of(seed, 300, "float32", tau), tau)
+    messages = dl4j.from_dl4j(theirs, key=2, step=seed)
+    assert {(message.key, message.step) for message in messages} == {(2, seed)}
+    for dtype in ("float32", "float64"):
+        expected = np.zeros(300, dtype)
+        target = np.zeros(300, dtype)
+        getattr(dl4j, f"decode_{form}")(theirs, expected)
+        gw.apply_many(messages, target)
+        np.testing.assert_array_equal(target, expected)
+        assert np.count_nonzero(target) > 50
+
+
+@given(seeds, st.floats(2.0**-109, float(np.finfo(np.float32).max), width=32))
+def test_any_threshold_is_a_sum_of_at_most_three(seed: int, tau: float) -> None:
+    message = np.array([1, 9, np.float32(tau).view(np.int32), 0, seed % 9 + 1], np.int32)
+    messages = dl4j.from_dl4j(message)
+    assert 1 <= len(messages) <= 3
+    target = np.zeros(9, np.float32)
+    gw.apply_many(messages, target)
+    assert target[seed % 9] == np.float32(tau)
+
+
+def test_a_tau_with_digits_below_the_smallest_bfloat16_value_is_refused() -> None:
+    message = np.array([1, 9, np.float32(2.0**-120).view(np.int32) + 1, 0, 3], np.int32)
+    with pytest.raises(MessageError, match="not a sum of bfloat16 values"):
         dl4j.from_dl4j(message)
 
 

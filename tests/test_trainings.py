@@ -267,3 +267,43 @@ def test_nothing_is_left_to_do_in_arrays_that_never_joined(monkeypatch: pytest.M
     np.testing.assert_array_equal(shared.shared(), weights)
     assert shared.leave() is None
     np.testing.assert_array_equal(weights, np.arange(8))
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_shake_up_and_clipping_reach_the_encoders(
+    framework: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[gw.Encoder] = []
+
+    def make(*args: Any, **options: Any) -> gw.Encoder:
+        made.append(gw.Encoder(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr("gradwire.sharing.Encoder", make)
+    schedules: Any = {"shakeup": gw.ShakeUp(every=7), "clip": gw.ResidualClip(limit=2.0, every=3)}
+    with gw.Node("127.0.0.1:0", secret=bytes(range(32))) as node:
+        if framework == "numpy":
+            gw.share(np.zeros(100, np.float32), node=node, **schedules).close()
+        else:
+            torch = pytest.importorskip("torch", reason="torch is not installed")
+            from gradwire.torch import share
+
+            net = torch.nn.Linear(10, 10)
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            share(net, optimizer, node=node, **schedules).close()
+    assert [(encoder.shakeup, encoder.clip) for encoder in made] == [tuple(schedules.values())]
+
+
+def test_what_clipping_cuts_off_leaves_the_parameters_too() -> None:
+    """They hold the residual, which must not bring it back."""
+    update = np.linspace(-1.0, 1.0, 1000, dtype=np.float32)
+    clip = gw.ResidualClip(limit=1.0, every=1)
+    encoder = gw.Encoder(1000, gw.FixedThreshold(0.125), clip=clip)
+    weights = np.zeros(1000, np.float32)
+    with gw.Node("127.0.0.1:0", secret=bytes(range(32))) as node:
+        exchange = gw.Exchange(encoder, node, apply_residual=True)
+        for step in range(1, 4):
+            exchange.step(update, weights)
+            # One threshold of each step is sent, and at most one is left.
+            assert np.abs(weights).max() <= 0.125 * (step + 1) + 1e-6
+        np.testing.assert_allclose(np.abs(encoder.residual).max(), 0.125)

@@ -1,4 +1,7 @@
-"""Messages of Deeplearning4j, bit for bit, for migration, comparison and mixed clusters.
+"""Messages of Deeplearning4j, bit for bit, to compare the two codecs and to read what a cluster of its own has sent.
+
+Only the bytes are the same: gradwire does not speak Deeplearning4j's transport (Aeron), so the nodes of a run are all
+gradwire's.
 
 A message is an int32 array: ``[count, N, float32 bits of tau, form, payload...]``. Form 0 (threshold) lists signed
 one-based indexes. Form 1 (bitmap) has a value bit and a sign bit for each element, 16 elements a word, and count N.
@@ -17,7 +20,6 @@ from numpy.typing import NDArray
 
 from gradwire.errors import MessageError
 from gradwire.message import Message
-from gradwire.policy import round_threshold
 
 __all__ = [
     "decode_bitmap",
@@ -185,14 +187,27 @@ def to_dl4j(message: Message) -> Int32:
 
 
 def from_dl4j(message: Int32, *, key: int = 0, step: int = 0) -> list[Message]:
-    """Convert a Deeplearning4j message of either form to a message of gradwire.
+    """Convert a Deeplearning4j message of either form to messages of gradwire, which together say exactly the same.
+
+    A threshold of gradwire has 8 significant bits, tau has 24. Where tau does not fit, it is the sum of two or three
+    thresholds, and as many messages have the same elements: their sum is tau, without rounding in float32, too. The
+    half-threshold symbols of a bitmap have messages of their own, with tau/2.
 
     Returns:
-        One message, or two if a bitmap has half-threshold symbols: the second message contains these, with tau/2.
+        One to six messages, for `gradwire.apply_many`.
 
     Raises:
-        MessageError: the message is inconsistent, lists an element twice, or its tau is not a bfloat16 value.
+        MessageError: the message is inconsistent, lists an element twice, or its tau is below 2**-109 and not a sum of
+            bfloat16 values.
         TypeError: ``message`` is not int32.
+
+    >>> import gradwire as gw
+    >>> updates = np.full(3, 1.5e-3, np.float32)
+    >>> messages = from_dl4j(encode_threshold(updates, 1e-3))
+    >>> target = np.zeros(3, np.float32)
+    >>> gw.apply_many(messages, target)
+    >>> len(messages), bool((target == np.float32(1e-3)).all())
+    (3, True)
     """
     numel = _stated_numel(message)
     if int(message[3]) == _BITMAP_FORM:
@@ -208,13 +223,12 @@ def from_dl4j(message: Int32, *, key: int = 0, step: int = 0) -> list[Message]:
         if np.any(positions[1:] == positions[:-1]):
             raise MessageError("the message lists an element twice, which gradwire's format cannot")
         parts = [(tau, positions, entries < 0)]
-    for threshold, _, _ in parts:
-        _require_bfloat16(threshold)
     return [
         Message.from_entries(
             positions, negative, numel=numel, threshold=threshold, key=key, step=step
         )
-        for threshold, positions, negative in parts
+        for total, positions, negative in parts
+        for threshold in _thresholds_of(total)
     ]
 
 
@@ -308,10 +322,19 @@ def _pack_bitmap(value: Flags, sign: Flags) -> Int32:
     return words.astype(np.int32)
 
 
-def _require_bfloat16(tau: float) -> None:
-    try:
-        exact = round_threshold(tau) == tau
-    except ValueError:
-        exact = False
-    if not exact:
-        raise MessageError(f"tau {tau!r} is not a bfloat16 value, as gradwire's format requires")
+def _thresholds_of(tau: float) -> list[float]:
+    """Return the bfloat16 values, from the largest to the smallest, whose sum is tau, a float32 value."""
+    thresholds = []
+    rest = np.float32(tau)
+    while rest > 0:
+        # Rounded towards zero: all parts are positive, and the largest tau does not become infinite.
+        bits = rest.view(np.uint32) & np.uint32(0xFFFF0000)
+        part = bits.view(np.float32)
+        if part == 0:
+            raise MessageError(
+                f"tau {tau!r} is not a sum of bfloat16 values, which gradwire's format needs: the values of this "
+                "size have fewer digits"
+            )
+        thresholds.append(float(part))
+        rest = rest - part
+    return thresholds

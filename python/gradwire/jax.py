@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from .exchange import ExchangeOptions, StepResult
+    from .sharing import ResidualClip, ShakeUp
 
 __all__ = ["ShareState", "share"]
 
@@ -35,6 +36,8 @@ def share(
     node: Node | None = None,
     density: float | None = None,
     update_scale: float | Literal["auto"] = "auto",
+    shakeup: ShakeUp | None = None,
+    clip: ResidualClip | None = None,
     **options: Unpack[ExchangeOptions],
 ) -> Any:
     """Return an optax transformation that shares the updates of ``optimizer`` with the other nodes of this run.
@@ -52,6 +55,8 @@ def share(
         density: share of the elements that a step sends; None: as in `gradwire.torch.share`.
         update_scale: factor of every update; "auto": measured, as `SharedOptimizer` says, where ``optimizer`` keeps a
             mean of squares, as Adam does, otherwise 1.0.
+        shakeup: periodic messages with a smaller threshold, see `ShakeUp`; None: without.
+        clip: periodic clipping of the residual, see `ResidualClip`; None: nothing is ever cut off.
         options: see `ExchangeOptions`, with the defaults of `gradwire.torch.share`.
 
     Raises:
@@ -115,7 +120,15 @@ def share(
             self.init.__self__.close(has_failed=kind is not None)
 
     def begin(named: Any, *, is_adaptive: bool) -> Training:
-        return training_for(named, density, is_adaptive=is_adaptive, node=node, **options)
+        return training_for(
+            named,
+            density,
+            is_adaptive=is_adaptive,
+            node=node,
+            shakeup=shakeup,
+            clip=clip,
+            **options,
+        )
 
     shared = _SharedUpdates(optimizer, begin, update_scale)
     return SharedTransformation(shared.init, shared.update)

@@ -24,7 +24,7 @@ from .errors import Closed, NotCopied, PeerLost, TransportError
 from .exchange import Exchange, Group, Groups, Joined, LocalExchange, LocalTeam, StepResult
 from .exchange.options import ExchangeOptions, Options
 from .exchange.results import ExchangeStats
-from .policy import TargetDensity, default_policy
+from .policy import ResidualClip, ShakeUp, TargetDensity, default_policy
 from .transport import Node, Peer
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Density",
+    "ResidualClip",
+    "ShakeUp",
     "SharedArrays",
     "Training",
     "TrainingMaker",
@@ -337,6 +339,8 @@ def share(
     *,
     node: Node | None = None,
     density: float | None = None,
+    shakeup: ShakeUp | None = None,
+    clip: ResidualClip | None = None,
     **options: Unpack[ExchangeOptions],
 ) -> SharedArrays:
     """Share arrays with the other nodes of this run: one call, and then ``step`` with every update.
@@ -351,6 +355,8 @@ def share(
         node: a node to use, which the caller closes; None: one from the environment, closed with the result.
         density: share of the elements that a step sends; None: 0.01, for n < 2,000,000 elements sqrt(2e6 / n) times as
             many, up to 0.08.
+        shakeup: periodic messages with a smaller threshold, see `ShakeUp`; None: without.
+        clip: periodic clipping of the residual, see `ResidualClip`; None: nothing is ever cut off.
         options: see `ExchangeOptions`. Unlike those of `Exchange`, parameters hold this node's residual
             (``apply_residual``), and a synchronous step waits for stragglers: after ``timeout_s`` a log entry names the
             node that all wait for.
@@ -371,7 +377,8 @@ def share(
     """
     arrays = list(params) if isinstance(params, (list, tuple)) else [params]
     named = [(str(index), array) for index, array in enumerate(arrays)]
-    return SharedArrays(params, training_for(named, density, node=node, **options))
+    training = training_for(named, density, node=node, shakeup=shakeup, clip=clip, **options)
+    return SharedArrays(params, training)
 
 
 def check_shapes(saved: Sequence[Any], params: Sequence[Any]) -> None:
@@ -388,6 +395,7 @@ def _groups_for(
     is_adaptive: bool,
     device: str,
     processors: int,
+    schedules: Mapping[str, Any],
 ) -> Groups:
     """Return one group of all tensors with the same density, which is the default where none is given.
 
@@ -425,7 +433,9 @@ def _groups_for(
         if value not in (None, "dense"):
             policy = _policy(value, numel)
         threads = max(1, min(processors, numel // _THREAD_NUMEL))
-        encoder = Encoder(numel, policy, dtype=dtype, device=device, key=key, threads=threads)
+        encoder = Encoder(
+            numel, policy, dtype=dtype, device=device, key=key, threads=threads, **schedules
+        )
         tensors = tuple(indices) if len(by_density) > 1 else None
         groups.append(Group(encoder, tensors, is_dense=value == "dense"))
     return Groups(groups)
@@ -461,6 +471,8 @@ class TrainingMaker:
         is_adaptive: whether the updates are an adaptive optimiser's, for the default.
         node: to use; None: one from the environment, closed with the training.
         team: rank and size of the team on this machine; None: from the environment.
+        shakeup: of the encoders.
+        clip: of the encoders.
         options: see `ExchangeOptions`; with other defaults of ``apply_residual`` and ``on_straggler``.
 
     Raises:
@@ -474,9 +486,12 @@ class TrainingMaker:
         is_adaptive: bool = False,
         node: Node | None,
         team: tuple[int, int] | None = None,
+        shakeup: ShakeUp | None = None,
+        clip: ResidualClip | None = None,
         **options: Unpack[ExchangeOptions],
     ) -> None:
         self._density = density
+        self._schedules = {"shakeup": shakeup, "clip": clip}
         self._is_adaptive = is_adaptive
         self._node = node
         self._is_own_node = node is None
@@ -547,6 +562,7 @@ class TrainingMaker:
             device="cpu" if number < 0 else f"cuda:{number}",
             # The workers of a team wait while their leader encodes.
             processors=_processors() // (1 if self._is_team else self._place.local_size),
+            schedules=self._schedules,
         )
 
     def _team(self) -> LocalTeam:
@@ -588,10 +604,15 @@ def training_for(
     *,
     is_adaptive: bool = False,
     node: Node | None,
+    shakeup: ShakeUp | None = None,
+    clip: ResidualClip | None = None,
     **options: Unpack[ExchangeOptions],
 ) -> Training:
     """Return this process's part in a training of the parameters, see `TrainingMaker`."""
-    return TrainingMaker(density, is_adaptive=is_adaptive, node=node, **options).make(named)
+    maker = TrainingMaker(
+        density, is_adaptive=is_adaptive, node=node, shakeup=shakeup, clip=clip, **options
+    )
+    return maker.make(named)
 
 
 def _tell_number(exchange: Exchange | LocalExchange, peer: Peer) -> None:

@@ -120,6 +120,27 @@ def test_a_model_saved_and_loaded_predicts_the_same(rows: Any, tmp_path: Path) -
         TorchEstimator.load(f"{tmp_path}/model")
 
 
+@pytest.mark.parametrize("training", [None, ParameterAveraging(via="spark")], ids=str)
+def test_a_state_that_is_too_large_for_a_task_goes_to_the_executors_beside_it(
+    rows: Any, training: Any
+) -> None:
+    def model() -> Any:
+        import torch
+
+        return torch.nn.Sequential(torch.nn.Linear(4, 60_000), torch.nn.Linear(60_000, 3))
+
+    def optimizer(params: Any) -> Any:
+        import torch
+
+        return torch.optim.AdamW(params, lr=1e-3)
+
+    estimator = make_estimator(model=model, optimizer=optimizer, epochs=1, training=training)
+    fitted = estimator.fit(rows)
+    assert len(fitted.state) > 1 << 20
+    for _ in range(2):
+        assert accuracy(fitted, rows) > 0.9
+
+
 def test_only_one_worker_of_a_machine_counts_the_machine_s_bytes(rows: Any) -> None:
     training = SharedTraining(workers_per_node=2)
     history = make_estimator(training=training, collect_stats=True, epochs=1).fit(rows).history
@@ -231,24 +252,101 @@ def test_a_worker_that_dies_is_replaced_and_training_goes_on_from_the_checkpoint
 
 
 @pytest.mark.parametrize(
-    ("training", "left"),
-    [(SharedTraining(workers_per_node=2), [2, 3]), (ParameterAveraging(via="spark"), [3])],
+    "training",
+    [SharedTraining(workers_per_node=2), ParameterAveraging(via="spark")],
     ids=["shared", "via spark"],
 )
-def test_another_fit_resumes_from_the_checkpoints_of_an_earlier_one(
-    rows: Any, tmp_path: Path, training: Any, left: list[int]
+def test_another_fit_resumes_from_the_end_of_an_earlier_one(
+    rows: Any, tmp_path: Path, training: Any
 ) -> None:
-    fit_with(rows, tmp_path, training=training)
+    earlier = fit_with(rows, tmp_path, training=training)
     [folder] = (tmp_path / "checkpoints").iterdir()
+    assert earlier.checkpoint == f"file://{folder}"
     assert len(list(folder.glob("step-*"))) == 2
     model = fit_with(rows, tmp_path, epochs=4, resume=str(folder), training=training)
-    assert model.history.epoch.tolist() == left
+    assert model.history.epoch.tolist() == [3]
     assert accuracy(model, rows) > 0.9
     ended = fit_with(rows, tmp_path, epochs=2, resume=str(folder), training=training)
     assert accuracy(ended, rows) > 0.9
     assert ended.history.empty
     with pytest.raises((gw.GradwireError, OSError), match="there is no checkpoint in /nowhere"):
         fit_with(rows, tmp_path, resume="/nowhere", training=training)
+
+
+def test_a_worker_that_stands_still_is_waited_for(rows: Any, tmp_path: Path) -> None:
+    """For longer than the silence after which the transport usually takes a node for lost."""
+    model = fit_with(rows, tmp_path, stop_at=18, stop_s=12.0)
+    assert (tmp_path / "died").exists()
+    assert model.history.epoch.tolist() == [0, 1, 2]
+    assert model.history.steps.tolist() == [10, 10, 10], "nothing was repeated"
+
+
+@pytest.mark.parametrize(
+    "training",
+    [SharedTraining(timeout_s=15.0), SharedTraining(timeout_s=15.0, workers_per_node=2)],
+    ids=["nodes", "team"],
+)
+def test_a_worker_that_stops_for_good_is_named_and_training_goes_on_from_the_checkpoint(
+    rows: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, training: Any
+) -> None:
+    caplog.set_level(logging.WARNING, "gradwire.spark")
+    model = fit_with(rows, tmp_path, stop_at=18, training=training)
+    assert model.history.epoch.tolist() == [0, 1, 2]
+    assert model.history.steps.sum() < 3 * 10, "those before the checkpoint were not taken again"
+    [line] = [record.getMessage() for record in caplog.records if "attempt" in record.getMessage()]
+    assert line.startswith("attempt 1 of 4: ")
+    assert "worker 1 on 127.0.0.1" in line
+
+
+def test_when_all_attempts_fail_the_error_is_one_line_with_the_worker_s_own(rows: Any) -> None:
+    def loss() -> Any:
+        from pyspark import TaskContext
+
+        rank = TaskContext.get().partitionId()
+
+        def value(outputs: Any, labels: Any) -> Any:
+            import time
+
+            import torch
+
+            value.calls += 1
+            if rank == 1 and value.calls == 3:
+                time.sleep(1000.0)
+            return torch.nn.functional.cross_entropy(outputs, labels)
+
+        value.calls = 0
+        return value
+
+    estimator = make_estimator(loss=loss, retries=1, training=SharedTraining(timeout_s=10.0))
+    with pytest.raises(gw.GradwireError, match="worker 1") as caught:
+        estimator.fit(rows)
+    assert str(caught.value).count("\n") == 0
+
+
+def test_a_fit_after_a_fit_goes_on_where_the_last_one_ended(rows: Any, tmp_path: Path) -> None:
+    """Without a break the same rows are taken in the same steps, so the parameters are the same bits."""
+    options: dict[str, Any] = {"checkpoint": f"file://{tmp_path}/warm"}
+    whole = make_estimator(epochs=3).fit(rows)
+    estimator = make_estimator(epochs=1, warm_start=True, **options)
+    for epoch in range(3):
+        model = estimator.fit(rows)
+        assert model.history.epoch.tolist() == [epoch]
+    assert all(
+        torch.equal(value, whole.module().state_dict()[name])
+        for name, value in model.module().state_dict().items()
+    )
+    assert estimator.copy().fit(rows).history.epoch.tolist() == [0]
+    with pytest.raises(ValueError, match="warm_start needs checkpoint"):
+        make_estimator(warm_start=True).fit(rows)
+
+
+def test_another_number_of_workers_goes_on_at_the_row(rows: Any, tmp_path: Path) -> None:
+    folder = f"file://{tmp_path}/other"
+    ended = make_estimator(epochs=2, checkpoint=folder).fit(rows)
+    more = make_estimator(epochs=3, num_workers=3, checkpoint=folder)
+    model = more.fit(rows, resume=ended.checkpoint)
+    assert model.history.epoch.tolist() == [2]
+    assert model.history.steps.tolist() == [7], "300 rows, 3 workers, 16 rows in a batch"
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -270,6 +368,8 @@ def fit_with(
     folder: Path,
     *,
     die_at: int = 0,
+    stop_at: int = 0,
+    stop_s: float = 0.0,
     epochs: int = 3,
     resume: str | None = None,
     training: Any = None,
@@ -277,13 +377,23 @@ def fit_with(
     flag = str(folder / "died")
 
     def loss() -> Any:
+        import subprocess
+        import time
+
         import torch
+        from pyspark import TaskContext
 
         def value(outputs: Any, labels: Any) -> Any:
             value.calls += 1
             if value.calls == die_at and not os.path.exists(flag):
                 open(flag, "w").close()
                 os._exit(1)
+            rank = TaskContext.get().partitionId()
+            if rank == 1 and value.calls == stop_at and not os.path.exists(flag):
+                open(flag, "w").close()
+                wake = f"sleep {stop_s}; kill -CONT {os.getpid()}" if stop_s else "true"
+                subprocess.Popen(["sh", "-c", f"kill -STOP {os.getpid()}; {wake}"])
+                time.sleep(0.5)
             return torch.nn.functional.cross_entropy(outputs, labels)
 
         value.calls = 0
@@ -385,6 +495,8 @@ def test_wrong_columns_and_options_are_refused_before_anything_is_started(rows: 
         ({"validation_indicator_col": "label"}, TypeError, "it must be boolean"),
         ({"patience": 2}, ValueError, "patience needs validation_indicator_col"),
         ({"num_workers": 0}, ValueError, "num_workers is 0"),
+        ({"retries": -1}, ValueError, "retries is -1"),
+        ({"limits": 3}, TypeError, "limits is 3, must be gradwire.transport.Limits"),
         ({"model": None}, TypeError, "model is of type NoneType, must be a function"),
         ({"loss": torch.nn.MSELoss()}, TypeError, "loss is of type MSELoss, must be a function"),
         ({"loss": threading.Lock().acquire}, TypeError, "loss cannot be sent to the workers"),

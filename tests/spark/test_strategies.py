@@ -33,7 +33,7 @@ SET = ("min_peers", "min_members", "on_straggler", "role")
 def test_shared_training_takes_every_option_of_an_exchange_that_it_does_not_set_itself() -> None:
     assert sorted((*VALUES, *SET)) == sorted(ExchangeOptions.__annotations__)
     assert SharedTraining(**VALUES).options == Options(**VALUES)
-    assert SharedTraining().options == Options(apply_residual=True)
+    assert SharedTraining().options == Options(apply_residual=True, timeout_s=300.0)
 
 
 @pytest.mark.parametrize("name", SET)
@@ -44,7 +44,14 @@ def test_options_that_the_estimator_sets_are_refused_with_the_reason(name: Any) 
 
 def test_a_shared_training_can_be_pickled_compared_hashed_and_read() -> None:
     policy = gw.TargetDensity(0.02)
-    training = SharedTraining(threshold=policy, every=3, overlap=1, workers_per_node=2)
+    training = SharedTraining(
+        threshold=policy,
+        every=3,
+        overlap=1,
+        workers_per_node=2,
+        clip=gw.ResidualClip(5.0, every=5),
+        shakeup=gw.ShakeUp(every=100),
+    )
     assert pickle.loads(pickle.dumps(training)) == training
     assert training != SharedTraining(threshold=policy, every=3, workers_per_node=2)
     assert SharedTraining(mode="sync", port=0) == SharedTraining()
@@ -64,9 +71,12 @@ def test_a_shared_training_can_be_pickled_compared_hashed_and_read() -> None:
         (SharedTraining, {"mode": "async", "overlap": 1}, ValueError, "overlap is for synchronous"),
         (SharedTraining, {"port": 70_000}, ValueError, "port is 70000"),
         (SharedTraining, {"workers_per_node": 0}, ValueError, "workers_per_node is 0"),
+        (SharedTraining, {"clip": 5.0}, TypeError, r"clip is 5.0, must be ResidualClip\("),
+        (SharedTraining, {"shakeup": 100}, TypeError, r"shakeup is 100, must be ShakeUp\("),
         (SharedTraining, {"evry": 2}, TypeError, "unknown options evry"),
         (ParameterAveraging, {"via": "pigeon"}, ValueError, "must be one of udp, spark"),
         (ParameterAveraging, {"every": 0}, ValueError, "every is 0"),
+        (ParameterAveraging, {"timeout_s": 0.0}, ValueError, "timeout_s is 0.0"),
         (ParameterAveraging, {"network_mask": "x"}, ValueError, "'x' does not appear to be"),
     ],
 )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -81,6 +84,101 @@ def test_an_error_in_a_task_reaches_the_consumer(session: Any) -> None:
         pytest.raises(FeedFailed, match="this series has a gap"),
     ):
         feed.get(WAIT_S)
+
+
+def kill_at(folder: Any, numbers: tuple[int, ...], *, shuffles: bool = False) -> Any:
+    """Return a function that makes batches, and whose process is killed once at each of these numbers of batches."""
+    base = str(folder)
+
+    def make(batches: Iterator[Any]) -> Iterator[Any]:
+        import os
+        import signal
+        from pathlib import Path
+
+        from pyspark import TaskContext
+
+        part = TaskContext.get().partitionId()
+        attempts = Path(base, f"attempt-{part}")
+        attempt = len(attempts.read_text()) if attempts.exists() else 0
+        attempts.write_text("x" * (attempt + 1))
+        ids = np.concatenate([batch.column("id").to_numpy() for batch in batches])
+        if shuffles and attempt:
+            ids = ids[::-1]
+        for number, first in enumerate(range(0, len(ids), 10)):
+            if part == 1 and attempt < len(numbers) and number == numbers[attempt]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield {"id": ids[first : first + 10].copy()}
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def repeating(session: Any) -> Any:
+    """A session that repeats tasks, which local[4] does not."""
+    if session.conf.get("spark.master", "").endswith("]") and "cluster" not in str(
+        session.conf.get("spark.master", "")
+    ):
+        pytest.skip("a local session repeats no tasks: GRADWIRE_SPARK=local-cluster[2,1,1024]")
+    return session
+
+
+@pytest.mark.parametrize("feeds", [1, 2])
+def test_every_batch_arrives_once_though_a_python_worker_is_killed_three_times(
+    repeating: Any, tmp_path: Any, feeds: int
+) -> None:
+    from gradwire.spark import stream
+
+    make = kill_at(tmp_path, (100, 250, 990))
+    counts: list[list[int]] = [[] for _ in range(feeds)]
+    rows = repeating.range(0, 20_000, 1, 2)
+    with contextlib.ExitStack() as stack:
+        queues = [stack.enter_context(Feed(16, 1 << 10)) for _ in range(feeds)]
+        job = stack.enter_context(stream(rows, queues, make))
+
+        def consume(index: int) -> None:
+            counts[index] = [int(batch["id"][0]) for batch in queues[index]]
+
+        threads = [threading.Thread(target=consume, args=(index,)) for index in range(feeds)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT_S)
+        assert job.join(WAIT_S)
+        assert (job.error, job.lost) == (None, 0)
+    assert sorted(itertools.chain(*counts)) == list(range(0, 20_000, 10))
+
+
+def test_batches_that_cannot_be_told_apart_are_counted_and_the_end_raises(
+    repeating: Any, tmp_path: Any
+) -> None:
+    from gradwire.spark import stream
+
+    make = kill_at(tmp_path, (50,), shuffles=True)
+    with Feed(16, 1 << 10) as feed, stream(repeating.range(0, 2000, 1, 2), feed, make) as job:
+        found: list[int] = []
+        with pytest.raises(FeedFailed, match="batches are lost"):
+            found.extend(int(batch["id"][0]) for batch in feed)
+        with pytest.raises(FeedFailed, match="50 batches are lost"):
+            job.join(WAIT_S)
+        assert (len(set(found)), job.lost) == (150, 50)
+
+
+@pytest.mark.usefixtures("spark")  # a classic session
+def test_a_streaming_data_frame_fills_a_feed_until_the_feed_is_closed(session: Any) -> None:
+    from gradwire.spark import stream
+
+    rows = session.readStream.format("rate").option("rowsPerSecond", 200).load()
+    rows = rows.selectExpr("value id")
+    with Feed(8, 1 << 10) as feed:
+        job = stream(rows, feed, make_batches)
+        found: list[int] = []
+        while len(found) < 500:
+            found += feed.get(WAIT_S)["id"].tolist()
+        feed.close()
+        assert job.join(WAIT_S)
+    assert job.error is None
+    assert len(set(found)) == len(found)
+    assert not session.streams.active
 
 
 def test_feeds_elsewhere_need_their_secret(session: Any) -> None:

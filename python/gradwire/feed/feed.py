@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..errors import Closed
@@ -15,6 +15,7 @@ from .ring import FeedFailed, Ring
 if TYPE_CHECKING:
     from ..transport import Node
     from .link import Link
+    from .ring import Claim
     from .torch import FeedDataset
 
 __all__ = ["Feed", "FeedFailed"]
@@ -87,10 +88,10 @@ class Feed:
         return feed
 
     def serve(self, node: Node) -> None:
-        """Take batches from producers on other machines, in a thread, until the feed or the node is closed.
+        """Take batches from producers on other machines, in a thread, until the node is closed.
 
         Args:
-            node: a node whose peers are the producers. The thread takes all its messages.
+            node: a node whose peers are the producers of this feed only. The thread takes all its messages.
         """
         from .link import Server
 
@@ -142,7 +143,16 @@ class Feed:
             ValueError: the batch is larger than ``batch_bytes``.
             TypeError: an array holds something other than numbers.
         """
-        planned = layout.Layout(batch)
+        self._put(layout.Layout(batch), timeout_s)
+
+    def _put(
+        self,
+        planned: layout.Layout,
+        timeout_s: float | None,
+        claim: Claim | None = None,
+        prepare: Callable[[], None] | None = None,
+    ) -> None:
+        """Put a batch; call ``prepare`` before, once there is space."""
         allowed = self._store.slot_bytes - layout.DESCRIPTION_BYTES
         if planned.array_bytes > allowed:
             raise ValueError(
@@ -151,11 +161,13 @@ class Feed:
             )
         slot = self._store.reserve(planned.nbytes, timeout_s)
         try:
+            if prepare is not None:
+                prepare()
             planned.write(slot.buffer)
         except BaseException:
             self._store.abandon(slot)
             raise
-        self._store.commit(slot)
+        self._store.commit(slot, claim)
 
     def get(self, timeout_s: float | None = None) -> layout.Batch:
         """Wait for the oldest batch and return it as the producer put it (a list as a tuple).
@@ -189,9 +201,13 @@ class Feed:
 
         return FeedDataset(self)
 
-    def finish(self) -> None:
-        """End production: consumers take the batches left, and stop. Call `finish` once, after the very last batch."""
-        self._store.end(how="finished")
+    def finish(self, lost: str = "") -> None:
+        """End production: consumers take the batches left, and stop. Call `finish` once, after the very last batch.
+
+        Args:
+            lost: what is missing; consumers get it as `FeedFailed` after the last batch.
+        """
+        self._store.end(how="finished", text=lost)
 
     def close(self) -> None:
         """End both sides at once: whoever waits in `put` or `get` gets `Closed`, and the batches left are lost."""

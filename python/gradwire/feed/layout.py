@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import zlib
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -58,6 +59,13 @@ class Layout:
             )
         self.array_bytes = span(self._layout)
         self.nbytes = self._start + self.array_bytes
+
+    def checksum(self, before: int) -> int:
+        """Return a checksum of the batch and of the batches before it, whose checksum is ``before``."""
+        value = zlib.crc32(self._head, before)
+        for array in self._arrays:
+            value = zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, value)
+        return value
 
     def write(self, buffer: Any) -> None:
         """Copy the batch into a buffer of at least ``nbytes``."""

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import struct
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from ..errors import Closed, NotConnected, WouldBlock
 from ..transport.driver import now_s
-from .ring import FeedFailed, Slot
+from .ring import Claim, FeedFailed, Slot, Superseded
 
 if TYPE_CHECKING:
     from ..transport import Node, Peer
@@ -23,7 +24,10 @@ __all__ = ["Link", "Server"]
 
 _LOG = logging.getLogger(__name__)
 
-_HELLO, _WANT, _GRANT, _BATCH, _END = range(5)
+_HELLO, _WANT, _GRANT, _BATCH, _END, _CLAIM, _SUPERSEDED = range(7)
+# Before every batch: its claim; a stream of -1: none.
+_HEAD: Final = struct.Struct("<qqqqqq")
+_NO_CLAIM: Final = _HEAD.pack(-1, 0, 0, 0, 0, 0)
 _POLL_S: Final = 0.02
 
 
@@ -35,9 +39,10 @@ class Link:
         self._lock = threading.Lock()
         self._grants = 0
         self._is_asking = False
+        self._claims: list[Claim] = []
         self._ended: Exception | None = None
         self.slot_bytes = 0
-        self._peer = node.wait_for_peers(1, timeout_s)[0]
+        self._peer = _server_of(node, timeout_s)
         self.flush(timeout_s)
 
     def flush(self, timeout_s: float | None = None) -> None:
@@ -48,6 +53,8 @@ class Link:
             self._publish(b"", _HELLO)
             if not self._wait(lambda: self.slot_bytes > 0, timeout_s):
                 raise TimeoutError(f"{self._peer.address} serves no feed: call feed.serve there")
+            if isinstance(self._ended, Superseded):  # it came together with the answer
+                raise self._ended
 
     def check(self, *, is_producer: bool = True) -> None:  # noqa: ARG002  (as Ring.check)
         """Raise `Closed` or `FeedFailed` if the feed has ended."""
@@ -59,18 +66,28 @@ class Link:
     def reserve(self, nbytes: int, timeout_s: float | None) -> Slot:
         """Ask for a slot and wait for it; threads take turns."""
         with self._lock:
+            self._receive(0.0)
             if not self._grants and not self._is_asking:
                 self._publish(b"", _WANT)
                 self._is_asking = True
             if not self._wait(lambda: self._grants > 0, timeout_s):
                 raise TimeoutError(f"no space in the feed within {timeout_s:g} s")
             self._grants -= 1
-        return Slot(0, memoryview(bytearray(nbytes)))
+        return Slot(0, memoryview(bytearray(_HEAD.size + nbytes))[_HEAD.size :])
 
-    def commit(self, slot: Slot) -> None:
-        """Send a batch into its slot."""
+    def commit(self, slot: Slot, claim: Claim | None = None) -> None:
+        """Send a batch into its slot, see `Ring.commit`; that it is superseded, a later call may find out."""
+        message = slot.buffer.obj
+        message[: _HEAD.size] = _NO_CLAIM if claim is None else _HEAD.pack(*claim)
         with self._lock:
-            self._publish(slot.buffer, _BATCH)
+            self._publish(message, _BATCH)
+
+    def claim(self, claim: Claim) -> Claim:
+        """Let only this attempt put batches of a part from now on, see `Ring.claim`."""
+        with self._lock:
+            self._publish(_HEAD.pack(*claim), _CLAIM)
+            self._wait(lambda: len(self._claims) > 0, None)
+            return self._claims.pop()
 
     def abandon(self, _slot: Slot) -> None:
         """Keep the granted slot for the next batch."""
@@ -98,6 +115,10 @@ class Link:
             elif tag == _GRANT:
                 self._grants += 1
                 self._is_asking = False
+            elif tag == _CLAIM:
+                self._claims.append(Claim(*_HEAD.unpack(payload)))
+            elif tag == _SUPERSEDED and self._ended is None:
+                self._ended = Superseded(bytes(payload).decode())
             elif tag == _END and self._ended is None:
                 how, text = _ending(payload)
                 self._ended = FeedFailed(text) if how == "failed" else Closed("the feed has ended")
@@ -115,6 +136,23 @@ class Link:
         raise self._ended
 
 
+def _server_of(node: Node, timeout_s: float) -> Peer:
+    """Wait for the node with the feed and return it. Other producers, of which that node tells, are peers, too.
+
+    Raises:
+        TimeoutError: it could not be reached.
+    """
+    end_s = now_s() + timeout_s
+    while True:
+        peers = node.wait_for_peers(1, max(0.0, end_s - now_s()))
+        servers = [peer for peer in peers if not node.seeds or peer.address in node.seeds]
+        if servers:
+            return servers[0]
+        if now_s() >= end_s:
+            raise TimeoutError(f"no connection to {', '.join(node.seeds)} within {timeout_s:g} s")
+        threading.Event().wait(_POLL_S)
+
+
 def _ending(payload: Any) -> tuple[str, str]:
     how, _, text = bytes(payload).decode(errors="replace").partition(":")
     return how, text
@@ -130,7 +168,7 @@ class Server:
         self._slots: dict[Peer, Slot] = {}
 
     def run(self) -> None:
-        """Serve until the feed has ended or the node is closed."""
+        """Serve the feed until the node is closed; after the feed's end only tell producers so."""
         ending = "closed:"
         with contextlib.suppress(Closed):
             try:
@@ -147,7 +185,9 @@ class Server:
                 pass
             for peer in self._node.peers:
                 self._publish(peer, ending.encode(), _END)
-            self._node.drain(1.0)
+            while True:  # a producer that comes later does not wait in vain
+                for peer, _, _ in self._node.receive(1.0):
+                    self._publish(peer, ending.encode(), _END)
 
     def _publish(self, peer: Peer, data: bytes, tag: int) -> None:
         with contextlib.suppress(NotConnected, WouldBlock):  # a peer that is gone is forgotten
@@ -160,11 +200,23 @@ class Server:
             self._waiting.append(peer)
         elif tag == _BATCH and peer in self._slots:
             slot = self._slots.pop(peer)
-            if 0 < len(payload) <= len(slot.buffer):
-                slot.buffer[: len(payload)] = payload
-                self._ring.commit(slot)
+            nbytes = len(payload) - _HEAD.size
+            if 0 < nbytes <= len(slot.buffer):
+                slot.buffer[:nbytes] = payload[_HEAD.size :]
+                claim = Claim(*_HEAD.unpack_from(payload))
+                try:
+                    self._ring.commit(slot, None if claim.stream < 0 else claim)
+                except Superseded as error:
+                    self._publish(peer, str(error).encode(), _SUPERSEDED)
             else:
                 self._ring.abandon(slot)
+        elif tag == _CLAIM and len(payload) == _HEAD.size:
+            try:
+                claim = self._ring.claim(Claim(*_HEAD.unpack(payload)))
+            except Superseded as error:
+                self._publish(peer, str(error).encode(), _SUPERSEDED)
+            else:
+                self._publish(peer, _HEAD.pack(*claim), _CLAIM)
         elif tag == _END:
             how, text = _ending(payload)
             self._ring.end(how=how, text=text)

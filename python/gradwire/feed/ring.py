@@ -3,6 +3,11 @@
 The state of every slot is in the shared memory, protected by a lock on its first byte, which the system releases when
 a process dies. Another lock, on the file as a whole, says that the process that made the feed lives. Waiting processes
 poll every few milliseconds.
+
+Spark may repeat a task, so the batches of a stream's parts are numbered. For each part a file beside the memory holds
+how many batches were put, and by which attempt. A later attempt claims the part: it learns where to go on, and the
+earlier attempt, which may still run, can put nothing any more. A batch and its number go in together: the head notes
+both first, and whoever locks next completes what a dead process left undone.
 """
 
 from __future__ import annotations
@@ -21,25 +26,38 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import Closed, GradwireError
-from ..shared_memory import FOLDER, PREFIX, aligned, create_locked, fence, release, shortage
+from ..shared_memory import (
+    FOLDER,
+    PREFIX,
+    STATE_SUFFIX,
+    aligned,
+    create_locked,
+    fence,
+    open_file,
+    release,
+    shortage,
+)
 
-__all__ = ["FeedFailed", "Ring", "Slot"]
+__all__ = ["Claim", "FeedFailed", "Ring", "Slot", "Superseded"]
 
 _RECORD_LOCK: Final = struct.Struct("hhqqi")  # the system's ``struct flock``
 
 _POLL_S: Final = (1e-4, 5e-3)  # the first and the longest wait between polls
 _CHECK_S: Final = 0.25  # between checks for dead processes
 
-_MAGIC: Final = 0x6777_6665_6564_0004
-_FIELDS: Final = 16
+_MAGIC: Final = 0x6777_6665_6564_0005
+_FIELDS: Final = 24
 _MAGIC_AT, _SLOTS, _SLOT_BYTES, _PID, _STARTED, _PROCESSES = range(6)
 _ENDING, _SEQUENCE, _TAKEN, _ERROR_BYTES = range(6, 10)
+# A batch that is going in, and where its claim is noted; see `Ring.commit`.
+_IS_GOING_IN, _GOING_SLOT, _GOING_ORDER, _GOING_STREAM, _GOING_PART = range(10, 15)
+_GOING_CLAIM: Final = slice(15, 19)
 _ERROR_AT: Final = 4096
 _ERROR_BYTES_MAX: Final = 12_288
 _TABLE_AT: Final = _ERROR_AT + _ERROR_BYTES_MAX
@@ -51,6 +69,24 @@ _OPEN, _FINISHED, _CLOSED, _FAILED = range(4)
 
 class FeedFailed(GradwireError):
     """A producer failed; the message has its error."""
+
+
+class Superseded(GradwireError):
+    """A later attempt of the same task puts the batches now."""
+
+
+class Claim(NamedTuple):
+    """What a feed has of one part of a stream, and who may put more; also the number that a batch gets."""
+
+    stream: int  #: number of the stream, 63 bits
+    part: int
+    epoch: int  #: how often the stream has begun again, with other batches
+    attempt: int  #: number of the attempt, higher than those before
+    batches: int = 0  #: that the feed has
+    checksum: int = 0  #: of these batches and those before them, also in other feeds
+
+
+_CLAIM: Final = struct.Struct("<qqqq")  # what follows after the part
 
 
 @dataclass(frozen=True)
@@ -153,11 +189,14 @@ class Ring:
         return int(self._head[_SEQUENCE]), int(self._head[_TAKEN])
 
     def end(self, *, how: str, text: str = "") -> None:
-        """End the feed: "finished", "closed" or "failed"; only the first close or failure counts."""
+        """End the feed: "finished", "closed" or "failed"; only the first close or failure counts.
+
+        With a text a finished feed gives it as an error to consumers that have taken the last batch.
+        """
         state = {"finished": _FINISHED, "closed": _CLOSED, "failed": _FAILED}[how]
         with self._locked():
             if self._head[_ENDING] < min(state, _CLOSED):
-                if state == _FAILED:
+                if text:
                     data = text.encode()[:_ERROR_BYTES_MAX]
                     self._map[_ERROR_AT : _ERROR_AT + len(data)] = data
                     self._head[_ERROR_BYTES] = len(data)
@@ -169,13 +208,51 @@ class Ring:
         """Raise `Closed` or `FeedFailed` if the feed has ended for this side."""
         ending = int(self._head[_ENDING])
         if ending == _FAILED:
-            length = int(self._head[_ERROR_BYTES])
-            text = self._map[_ERROR_AT : _ERROR_AT + length].decode(errors="replace")
-            raise FeedFailed(f"a producer failed: {text}")
+            raise FeedFailed(f"a producer failed: {self._error}")
         if ending == _CLOSED:
             raise Closed("the feed is closed")
         if ending == _FINISHED and is_producer:
             raise Closed("the feed is finished: nothing can be put into it")
+
+    @property
+    def _error(self) -> str:
+        length = int(self._head[_ERROR_BYTES])
+        return self._map[_ERROR_AT : _ERROR_AT + length].decode(errors="replace")
+
+    def claim(self, claim: Claim) -> Claim:
+        """Let only this attempt put batches of a part from now on; return what the feed has.
+
+        Raises:
+            Superseded: a later attempt has claimed the part.
+            Closed, FeedFailed: the feed has ended.
+        """
+        with self._locked():
+            self.check()
+            last = self._read_claim(claim.stream, claim.part)
+            if (last.epoch, last.attempt) > (claim.epoch, claim.attempt):
+                raise Superseded(f"attempt {last.attempt} has taken part {claim.part}")
+            if last.epoch == claim.epoch:
+                claim = last._replace(attempt=claim.attempt)
+            self._write_claim(claim)
+            return claim
+
+    def _claims(self, stream: int) -> Path:
+        return FOLDER / f"{self.name}.{stream:016x}{STATE_SUFFIX}"
+
+    def _read_claim(self, stream: int, part: int) -> Claim:
+        try:
+            with open_file(self._claims(stream)) as file:
+                data = os.pread(file.fileno(), _CLAIM.size, part * _CLAIM.size)
+        except FileNotFoundError:
+            data = b""
+        values = _CLAIM.unpack(data) if data else (0, 0, 0, 0)
+        # The file has a hole where another part of a higher number was claimed first.
+        return Claim(stream, part, *values)
+
+    def _write_claim(self, claim: Claim) -> None:
+        data = _CLAIM.pack(*claim[2:])
+        with open_file(self._claims(claim.stream), os.O_RDWR | os.O_CREAT) as file:
+            os.pwrite(file.fileno(), data, claim.part * _CLAIM.size)
 
     # ---- slots -------------------------------------------------------------------------------------------------------
 
@@ -185,13 +262,43 @@ class Ring:
         first = self._first(index)
         return Slot(index, memoryview(self._map)[first : first + nbytes])
 
-    def commit(self, slot: Slot) -> None:
-        """Hand a filled slot to the consumers."""
+    def commit(self, slot: Slot, claim: Claim | None = None) -> None:
+        """Hand a filled slot to the consumers.
+
+        Args:
+            slot: with the batch.
+            claim: what the feed has with this batch; None: the batch belongs to no stream.
+
+        Raises:
+            Superseded: a later attempt has claimed the part; the slot is free.
+            Closed, FeedFailed: the feed has ended.
+        """
         with self._locked():
             self.check()
-            self._table[slot.index, _ORDER] = self._head[_SEQUENCE]
-            self._head[_SEQUENCE] += 1
-            self._table[slot.index, _STATE] = _FULL
+            if claim is None:
+                self._fill(slot.index, int(self._head[_SEQUENCE]))
+                return
+            if self._read_claim(claim.stream, claim.part)[:4] != claim[:4]:
+                self.abandon(slot)
+                raise Superseded(f"another attempt has taken part {claim.part}")
+            place = slot.index, self._head[_SEQUENCE], claim.stream, claim.part
+            self._head[_GOING_SLOT : _GOING_PART + 1] = place
+            self._head[_GOING_CLAIM] = claim[2:]
+            fence()
+            self._head[_IS_GOING_IN] = 1
+            self._complete()
+
+    def _complete(self) -> None:
+        """Put the batch that is going in; again if the process that did so died meanwhile."""
+        stream, part = map(int, self._head[_GOING_STREAM : _GOING_PART + 1])
+        self._write_claim(Claim(stream, part, *map(int, self._head[_GOING_CLAIM])))
+        self._fill(int(self._head[_GOING_SLOT]), int(self._head[_GOING_ORDER]))
+        self._head[_IS_GOING_IN] = 0
+
+    def _fill(self, index: int, order: int) -> None:
+        self._table[index, _ORDER] = order
+        self._table[index, _STATE] = _FULL
+        self._head[_SEQUENCE] = order + 1
 
     def flush(self) -> None:
         """Do nothing: a batch that was put is in the feed."""
@@ -253,6 +360,8 @@ class Ring:
         if len(indices):
             return int(indices[self._table[indices, _ORDER].argmin()])
         if self._head[_ENDING] == _FINISHED:
+            if self._head[_ERROR_BYTES]:
+                raise FeedFailed(self._error)
             raise Closed("the feed is finished and empty")
         is_own = (self._table[:, _STATE] == _READING) & (self._table[:, _OWNER] == os.getpid())
         if is_own.all():
@@ -282,6 +391,8 @@ class Ring:
             # Of the open file, not of the process: closing another descriptor of the feed does not release it.
             self._set_lock(fcntl.F_WRLCK)
             try:
+                if self._head[_IS_GOING_IN]:
+                    self._complete()
                 yield
             finally:
                 self._set_lock(fcntl.F_UNLCK)
@@ -297,5 +408,8 @@ def _data_at(slots: int) -> int:
 
 
 def _remove(name: str, memory: SharedMemory, process: int) -> None:
-    if os.getpid() == process and (FOLDER / name).exists():
-        memory.unlink()
+    if os.getpid() == process:
+        for path in FOLDER.glob(f"{name}.*{STATE_SUFFIX}"):
+            path.unlink(missing_ok=True)
+        if (FOLDER / name).exists():
+            memory.unlink()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import fsspec
 import torch
 
-__all__ = ["Checkpoints", "pack", "unpack"]
+__all__ = ["Checkpoints", "Position", "pack", "unpack"]
 
 
 def pack(value: Any) -> bytes:
@@ -26,13 +26,39 @@ def unpack(data: bytes) -> Any:
 
 
 @dataclass(frozen=True)
+class Position:
+    """How far a training is.
+
+    Attributes:
+        epoch: the epochs that are complete.
+        step: the steps of the next epoch that are done.
+        step_rows: the rows of such a step, of all workers together.
+        first_epoch: the epoch with which the fit began.
+    """
+
+    epoch: int = 0
+    step: int = 0
+    step_rows: int = 1
+    first_epoch: int = 0
+
+    def steps_done(self, steps: int, step_rows: int) -> int:
+        """Return the steps since the beginning, where an epoch has so many steps of so many rows.
+
+        The numbers are others than those of the checkpoint if the number of workers is: the training goes on at the
+        row, not at the step.
+        """
+        step = self.step if step_rows == self.step_rows else self.step * self.step_rows // step_rows
+        return self.epoch * steps + min(step, steps)
+
+
+@dataclass(frozen=True)
 class Checkpoints:
     """The folder of a fit, and that of an earlier fit that it continues.
 
     Attributes:
         folder: URL of this fit's folder; None: nothing is written.
         resume: URL of the earlier fit's folder.
-        every: steps between checkpoints.
+        every: steps between checkpoints; the end of the fit is one, too.
     """
 
     folder: str | None
@@ -43,23 +69,24 @@ class Checkpoints:
         """Return whether to write a checkpoint after the steps from ``before`` to ``done``."""
         return self.folder is not None and done // self.every > before // self.every
 
-    def write(self, done: int, rank: int, state: bytes) -> None:
+    def write(self, done: int, rank: int, state: dict[str, Any]) -> None:
         """Write one worker's state after ``done`` steps."""
         files, folder = fsspec.core.url_to_fs(f"{self.folder}/step-{done:09d}")
         files.makedirs(folder, exist_ok=True)
         with files.open(f"{folder}/worker-{rank}.pt", "wb") as file:
-            file.write(state)
+            torch.save(state, file)
 
-    def finish(self, done: int, workers: int) -> None:
+    def finish(self, done: int, workers: int, position: Position) -> None:
         """Make the checkpoint, which all workers have written, the latest; keep it and the one before."""
         files, folder = fsspec.core.url_to_fs(self.folder)
+        latest = {"done": done, "workers": workers, "position": asdict(position)}
         with files.open(f"{folder}/latest.json", "w") as file:
-            json.dump({"done": done, "workers": workers}, file)
+            json.dump(latest, file)
         for old in sorted(files.glob(f"{folder}/step-*"))[:-2]:
             files.rm(old, recursive=True)
 
-    def read(self, rank: int, workers: int) -> tuple[int, dict[str, Any]]:
-        """Return the steps done and the state of the latest checkpoint; 0 and an empty one at the beginning.
+    def read(self, rank: int, workers: int) -> tuple[Position, dict[str, Any]]:
+        """Return the position and the state of the latest checkpoint; at the beginning an empty one.
 
         With another number of workers than wrote the checkpoint, the state is the first one's, without its residual.
         Only this fit's own checkpoint has the earlier attempt's history and best model.
@@ -81,9 +108,11 @@ class Checkpoints:
                 state = unpack(file.read())
             if latest["workers"] != workers:
                 state["optimizer"].pop("gradwire", None)
+            position = Position(**latest["position"])
             if folder != self.folder:
                 state.pop("attempt", None)
-            return int(latest["done"]), state
+                position = replace(position, first_epoch=position.epoch)
+            return position, state
         if self.resume:
             raise FileNotFoundError(f"there is no checkpoint in {self.resume}")
-        return 0, {}
+        return Position(), {}

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import os
 import secrets
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import NoneType
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
@@ -30,15 +29,23 @@ from pyspark.ml.util import (
 )
 from pyspark.sql import functions as F  # noqa: N812
 
-from ..errors import Closed, GradwireError
-from ..transport import Node, generate_secret, parse_secret
+from ..errors import GradwireError
+from ..transport import Limits, generate_secret, parse_secret
 from . import data, rounds
 from .checkpoints import Checkpoints, unpack
 from .history import History
-from .session import check_slots, driver_address, tagged
+from .progress import Progress, report_epoch
+from .session import (
+    Parcel,
+    cancel,
+    check_slots,
+    gpus_of_executor,
+    tagged,
+    task_failure,
+)
 from .strategies import ParameterAveraging, SharedTraining
 from .tasks import pieces_of
-from .train import OUTPUT, TrainingJob, device_of, epoch_rows, rank_of_task, train
+from .train import OUTPUT, TrainingJob, device_of, rank_of_task, train
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -48,29 +55,40 @@ __all__ = ["EstimatorOptions", "TorchEstimator", "TorchModel"]
 
 _LOG = logging.getLogger("gradwire.spark")
 
+# In which the results come to the driver, one after the other: it has memory for one.
+_PARTS = 8
 
-class EstimatorOptions(TypedDict, total=False):
-    """The options of a `TorchEstimator`, which explains them."""
+
+class ModelOptions(TypedDict, total=False):
+    """The options of a `TorchEstimator` that its models take over."""
 
     model: Callable[[], torch.nn.Module] | None
-    optimizer: Callable[[Any], torch.optim.Optimizer] | None
-    loss: Callable[[], Callable[..., torch.Tensor]] | None
     features_col: str | list[str]
-    label_col: str
-    weight_col: str | None
-    validation_indicator_col: str | None
     prediction_col: str
     raw_prediction_col: str | None
     probability_col: str | None
-    num_workers: int
     batch_size: int
+    device: str
+
+
+class EstimatorOptions(ModelOptions, total=False):
+    """The options of a `TorchEstimator`, which explains them."""
+
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None
+    loss: Callable[[], Callable[..., torch.Tensor]] | None
+    label_col: str
+    weight_col: str | None
+    validation_indicator_col: str | None
+    num_workers: int
     epochs: int
     seed: int
-    device: str
     training: SharedTraining | ParameterAveraging | None
     patience: int
     checkpoint: str | None
     checkpoint_every: int
+    warm_start: bool
+    retries: int
+    limits: Limits | None
     collect_stats: bool
 
 
@@ -98,6 +116,9 @@ _ESTIMATOR: dict[str, Any] = {
     "patience": 0,
     "checkpoint": None,
     "checkpoint_every": 1000,
+    "warm_start": False,
+    "retries": 3,
+    "limits": None,
     "collect_stats": False,
 }
 
@@ -110,7 +131,11 @@ _ROLES = {
 
 
 class _Stored(MLReadable[Any], MLWritable):
-    """Saving and loading: parameters and state as rows of a DataFrame, in any file system of Spark."""
+    """Saving and loading: parameters and state as rows of a DataFrame, in any file system of Spark.
+
+    **Loading runs code from the file**: the functions that make model, optimiser and loss are stored by cloudpickle.
+    Load only what you, or somebody whom you trust as much, has saved.
+    """
 
     _state: tuple[str, ...] = ()  # names of attributes that are saved with the parameters
 
@@ -120,7 +145,7 @@ class _Stored(MLReadable[Any], MLWritable):
 
     @classmethod
     def read(cls) -> MLReader[Any]:
-        """Return the reader."""
+        """Return the reader. **What it loads can run any code**: load only files that you trust."""
         return _Reader(cls)
 
 
@@ -185,8 +210,14 @@ class TorchEstimator(Estimator["TorchModel"], _Stored):
         training: `SharedTraining` (the default) or `ParameterAveraging`.
         patience: epochs without a better validation loss before training stops; the best model is returned then.
         checkpoint: a folder, any fsspec URL that all executors reach: training continues from there after an executor
-            was lost.
-        checkpoint_every: steps between checkpoints.
+            was lost. Every fit has a folder of its own there, `TorchModel.checkpoint`.
+        checkpoint_every: steps between checkpoints; the end of a fit is one, too.
+        warm_start: each fit of this object goes on where its last one ended, with the optimisers' state, for ``epochs``
+            more; needs ``checkpoint``. A copy, such as one of cross validation, begins anew.
+        retries: how often the training begins again, at the last checkpoint, when a worker dies, is unreachable or
+            stands still for longer than the training's ``timeout_s``. Spark itself gives up after
+            ``spark.stage.maxConsecutiveAttempts`` (4) attempts.
+        limits: of the workers' nodes, such as ``Limits(message_bytes_max=...)``; ``down_s`` is at least ``timeout_s``.
         collect_stats: keep every worker's times and bytes in ``model.history``.
     """
 
@@ -198,6 +229,7 @@ class TorchEstimator(Estimator["TorchModel"], _Stored):
         self._setDefault(**_ESTIMATOR)
         self._set(**options)
         self._resume: str | None = None
+        self._last_checkpoint: str | None = None
 
     def fit(self, dataset: Any, params: Any = None, *, resume: str | None = None) -> Any:
         """Train.
@@ -205,36 +237,50 @@ class TorchEstimator(Estimator["TorchModel"], _Stored):
         Args:
             dataset: a DataFrame.
             params: parameters that override the estimator's, or a list of such, as for every estimator.
-            resume: folder with the checkpoints of an earlier fit, as its log names it.
+            resume: folder with the checkpoints of an earlier fit (`TorchModel.checkpoint`), which this fit continues
+                until there are ``epochs`` altogether.
 
         Raises:
             GradwireError: a worker failed; the error has its traceback.
             ValueError, TypeError: a parameter or column is wrong.
         """
         if resume is not None:
-            continued = self.copy()
+            continued = self.copy({self.warm_start: False})
             continued._resume = resume
             return continued.fit(dataset, params)
         return super().fit(dataset, params)
 
+    def copy(self, extra: Any = None) -> TorchEstimator:
+        """Return a copy with other parameters, which does not continue the fits of this object."""
+        copied = super().copy(extra)
+        copied._last_checkpoint = None
+        return copied
+
     def _fit(self, dataset: DataFrame) -> TorchModel:
         spark = dataset.sparkSession
         workers = self.getOrDefault("num_workers")
-        job = self._job()
+        job = self._job(spark)
         rows = self._rows(dataset)
         if isinstance(job.training, ParameterAveraging) and job.training.via == "spark":
-            with tagged(spark, f"{self.uid}-{secrets.token_hex(4)}"):
-                history, state = rounds.fit(job, rows, workers, _report)
+            try:
+                with tagged(spark, f"{self.uid}-{secrets.token_hex(4)}"):
+                    history, state = rounds.fit(job, rows, workers, report_epoch)
+            except Exception as error:
+                text, trace = task_failure(error)
+                if not text:
+                    raise
+                raise GradwireError(text) from (WorkerTraceback(trace) if trace else None)
         else:
             check_slots(spark, workers)
             history, state = self._run(spark, job, rows)
         model = TorchModel()
         model._set(**{name: self.getOrDefault(name) for name in _BOTH})
         model.state = state
+        model.checkpoint = self._last_checkpoint = job.checkpoints.folder
         model.rows = history if self.getOrDefault("collect_stats") else _without_workers(history)
         return model._resetUid(self.uid)
 
-    def _job(self) -> TrainingJob:
+    def _job(self, spark: SparkSession) -> TrainingJob:
         values = {name: self.getOrDefault(name) for name in _ESTIMATOR}
         for name in ("model", "optimizer", "loss"):
             if not callable(values[name]) or isinstance(values[name], torch.nn.Module):
@@ -248,14 +294,28 @@ class TorchEstimator(Estimator["TorchModel"], _Stored):
                 raise TypeError(
                     f"{name} cannot be sent to the workers ({error}): create such objects inside the function"
                 ) from error
-        for name in ("num_workers", "batch_size", "epochs", "checkpoint_every", "patience"):
-            least = int(name != "patience")
+        for name in (
+            "num_workers",
+            "batch_size",
+            "epochs",
+            "checkpoint_every",
+            "patience",
+            "retries",
+        ):
+            least = int(name not in ("patience", "retries"))
             if not isinstance(values[name], int) or values[name] < least:
                 raise ValueError(f"{name} is {values[name]!r}, must be {least} or more")
         training = values["training"] or SharedTraining()
         if not isinstance(training, (SharedTraining, ParameterAveraging)):
             raise TypeError(
                 f"training is {training!r}, must be SharedTraining or ParameterAveraging"
+            )
+        size = 1
+        if isinstance(training, SharedTraining):
+            size = training.workers_per_node or max(1, gpus_of_executor(spark))
+        if not isinstance(values["limits"], (Limits, NoneType)):
+            raise TypeError(
+                f"limits is {values['limits']!r}, must be gradwire.transport.Limits(...)"
             )
         if values["patience"] and values["validation_indicator_col"] is None:
             raise ValueError("patience needs validation_indicator_col")
@@ -267,13 +327,22 @@ class TorchEstimator(Estimator["TorchModel"], _Stored):
             checkpoint = f"{checkpoint.rstrip('/')}/{self.uid}-{secrets.token_hex(4)}"
             _LOG.info("checkpoints are in %s", checkpoint)
         resume = self._resume.rstrip("/") if self._resume else None
-        names = ("model", "optimizer", "loss", "batch_size", "epochs", "seed", "device", "patience")
+        if values["warm_start"]:
+            if checkpoint is None:
+                raise ValueError(
+                    "warm_start needs checkpoint, a folder: the optimisers' state is there"
+                )
+            resume = self._last_checkpoint
+        names = ["model", "optimizer", "loss", "batch_size", "epochs", "seed", "device", "patience"]
+        names.append("limits")
         return TrainingJob(
             **{name: values[name] for name in names},
             training=training,
+            team_size=size,
             columns={role: values[name] for role, name in _ROLES.items()},
             secret=parse_secret(generate_secret()),
             checkpoints=Checkpoints(checkpoint, resume, values["checkpoint_every"]),
+            is_warm=values["warm_start"],
             driver=None,
         )
 
@@ -293,44 +362,79 @@ class TorchEstimator(Estimator["TorchModel"], _Stored):
         self, spark: SparkSession, job: TrainingJob, rows: DataFrame
     ) -> tuple[list[Any], bytes]:
         """Train in a barrier stage; return the history and the model's state."""
-        pieces: dict[str, dict[int, bytes]] = {}
-        lost = ""
-        progress = _Progress(spark, job.secret, self.getOrDefault("num_workers"))
-        with tagged(spark, f"{self.uid}-{secrets.token_hex(4)}"), contextlib.closing(progress):
+        tag = f"{self.uid}-{secrets.token_hex(4)}"
+        progress = Progress(
+            spark,
+            job.secret,
+            self.getOrDefault("num_workers"),
+            timeout_s=job.training.timeout_s,
+            retries=self.getOrDefault("retries"),
+            cancel=lambda: cancel(spark, tag),
+        )
+        with contextlib.closing(progress):
             sent = replace(job, driver=progress.address)
-            # Without a shuffle behind it Spark would not repeat a barrier stage whose executor was lost.
-            trained = rows.mapInArrow(lambda batches: train(sent, batches), OUTPUT, barrier=True)
-            for row in trained.repartition(4).toLocalIterator():
-                if row.kind in ("error", "lost"):
-                    lost = f"worker {row.worker} failed: {bytes(row.data).decode()}"
-                    if row.kind == "error":
-                        raise GradwireError(lost)
-                else:
-                    pieces.setdefault(row.kind, {})[row.part] = bytes(row.data)
-            if not pieces:  # Spark starts no tasks if there is nothing at all
-                raise GradwireError(lost or "there are no rows to train on")
-        results = {
-            kind: b"".join(data for _, data in sorted(pieces[kind].items())) for kind in pieces
-        }
-        history = json.loads(results["history"])
-        progress.report(history)  # what was not reported before
-        return history, results["model"]
+            while True:
+                try:
+                    with tagged(spark, tag):
+                        results = _results(rows, sent)
+                    break
+                except Exception as error:
+                    if progress.may_repeat():
+                        continue
+                    if isinstance(error, GradwireError):
+                        raise
+                    text, trace = progress.failure or task_failure(error)
+                    if not text:
+                        raise
+                    _LOG.debug("Spark's error", exc_info=error)
+                    raise GradwireError(text) from (WorkerTraceback(trace) if trace else None)
+            history = json.loads(results["history"])
+            progress.report(history)  # what was not reported before
+            return history, results["model"]
+
+
+class WorkerTraceback(Exception):
+    """The cause of the driver's error: its text is the traceback of the worker."""
+
+
+def _results(rows: DataFrame, job: TrainingJob) -> dict[str, bytes]:
+    """Run Spark's job once; return the results by their kind."""
+    pieces: dict[str, dict[int, bytes]] = {}
+    # Without a shuffle behind it Spark would not repeat a barrier stage whose executor was lost.
+    trained = rows.mapInArrow(lambda batches: train(job, batches), OUTPUT, barrier=True)
+    for row in trained.repartition(_PARTS).toLocalIterator():
+        if row.kind == "error":
+            text, _, trace = bytes(row.data).decode().partition("\n")
+            raise GradwireError(f"worker {row.worker} failed: {text}") from WorkerTraceback(trace)
+        pieces.setdefault(row.kind, {})[row.part] = bytes(row.data)
+    if not pieces:  # Spark starts no tasks if there is nothing at all
+        raise GradwireError("there are no rows to train on")
+    return {kind: b"".join(data for _, data in sorted(pieces[kind].items())) for kind in pieces}
 
 
 class TorchModel(Model, _Stored):
     """A trained torch model; made by `TorchEstimator`.
 
+    **Loading a saved model runs code from the file**, so load only files that you trust.
+
     Attributes:
         state: the module's ``state_dict``, as bytes of ``torch.save``.
+        checkpoint: folder with the checkpoints of the fit, for ``fit(resume=...)``; None without one.
     """
 
-    _state = ("state", "rows")
+    _state = ("state", "rows", "checkpoint")
 
     def __init__(self) -> None:
         super().__init__()
         self._setDefault(**_BOTH)
         self.state = b""
         self.rows: list[dict[str, Any]] = []
+        self.checkpoint: str | None = None
+        self._sent: tuple[SparkSession, bytes, Parcel] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return everything but what only this session has."""
+        return {**vars(self), "_sent": None}
 
     @property
     def history(self) -> History:
@@ -345,8 +449,13 @@ class TorchModel(Model, _Stored):
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
         values = {name: self.getOrDefault(name) for name in _BOTH}
+        spark = dataset.sparkSession
+        sent = self._sent
+        if sent is None or sent[0] is not spark or sent[1] is not self.state:
+            # Not closed: the DataFrame that is returned may be used for as long as the session.
+            self._sent = sent = spark, self.state, Parcel(spark, self.state)
         predict = F.pandas_udf(  # type: ignore[attr-defined,call-overload,unused-ignore]
-            _predictor(values, self.state),
+            _predictor(values, sent[2]),
             "prediction double, raw array<float>, probability array<float>",
         )
         from pyspark.ml.functions import array_to_vector
@@ -371,13 +480,13 @@ for _kind, _options in ((TorchEstimator, _ESTIMATOR), (TorchModel, _BOTH)):
         setattr(_kind, _name, Param(Params._dummy(), _name, f"see {_kind.__name__}"))
 
 
-def _predictor(values: dict[str, Any], state: bytes) -> Callable[..., Any]:
+def _predictor(values: dict[str, Any], parcel: Parcel) -> Callable[..., Any]:
     """Return the function that predicts, batch by batch; it loads the model once per task."""
 
     def predict(batches: Iterator[pd.Series]) -> Iterator[pd.DataFrame]:
         device = device_of(values["device"])
         module = values["model"]().to(device)
-        module.load_state_dict(unpack(state))
+        module.load_state_dict(unpack(parcel.read()))
         module.eval()
         checked = data.Checked(f"partition {rank_of_task()}")
         for series in batches:
@@ -408,54 +517,3 @@ def _without_workers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     how |= {"rows": "sum", "steps": "max", "seconds": "max"}
     epochs = pd.DataFrame(rows, columns=["epoch", *how]).groupby("epoch", as_index=False).agg(how)
     return epochs.to_dict("records")
-
-
-def _report(rows: list[dict[str, Any]]) -> None:
-    """Log one epoch."""
-    first = rows[0]
-    seconds = max(row["seconds"] for row in rows)
-    exchange_s = sum(row["encode_s"] + row["wait_s"] + row["apply_s"] for row in rows)
-    held = first["validation_loss"]
-    _LOG.info(
-        "epoch %d: loss %.4g%s, %.0f rows/s, %.0f%% of the time in gradwire",
-        first["epoch"],
-        first["loss"],
-        "" if math.isnan(held) else f", validation {held:.4g}",
-        sum(row["rows"] for row in rows) / max(seconds, 1e-9),
-        100 * exchange_s / max(sum(row["seconds"] for row in rows), 1e-9),
-    )
-
-
-class _Progress:
-    """Reports epochs as they end: workers that can reach the driver's node send their rows to it."""
-
-    def __init__(self, spark: SparkSession, secret: bytes, workers: int) -> None:
-        self._node = Node("0.0.0.0:0", secret=secret)
-        self._workers = workers
-        self.address = driver_address(spark, self._node)
-        self._reported = -1
-        self._thread = threading.Thread(target=self._listen, name="gradwire-progress", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop listening."""
-        self._node.close(0.0)
-        self._thread.join()
-
-    def _listen(self) -> None:
-        epochs: dict[int, dict[int, Any]] = {}
-        with contextlib.suppress(Closed):
-            while True:
-                for message in self._node.receive(1.0):
-                    row = json.loads(bytes(message.payload))
-                    rows = epochs.setdefault(row["epoch"], {})
-                    rows[row["worker"]] = row
-                    if len(rows) == self._workers:
-                        self.report(epoch_rows(list(rows.values())))
-
-    def report(self, history: list[dict[str, Any]]) -> None:
-        """Report the epochs that were not reported yet."""
-        for epoch in sorted({row["epoch"] for row in history}):
-            if epoch > self._reported:
-                self._reported = epoch
-                _report([row for row in history if row["epoch"] == epoch])

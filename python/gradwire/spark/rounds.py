@@ -18,14 +18,16 @@ import pyarrow as pa
 import torch
 
 from ..clock import now_s
-from .checkpoints import pack, unpack
+from .checkpoints import Position, pack, unpack
 from .data import VALIDATION, shuffled, spill
+from .session import Parcel
 from .train import (
     ModelReplica,
     Times,
     TrainingJob,
     averaged_values,
     epoch_rows,
+    is_averaged,
     put_values,
     rank_of_task,
 )
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["fit"]
 
 _CHUNK: Final = 1 << 18  # elements
+_PART_BYTES: Final = 8 << 20
 _SCHEMA: Final = "chunk bigint, data binary"
 # Numbers of chunks that are no parameters.
 _STATS: Final = -1
@@ -60,6 +63,7 @@ def fit(
     from pyspark.sql import functions as F  # noqa: N812
 
     rows = rows.withColumn("round", F.rand(job.seed)).persist()
+    spark = rows.sparkSession
     with contextlib.ExitStack() as stack:
         stack.callback(rows.unpersist)
         is_held = F.col(VALIDATION) if VALIDATION in rows.columns else F.lit(False)
@@ -68,76 +72,154 @@ def fit(
             raise ValueError("there are no rows to train on")
         every = _averaging(job).every
         rounds = -(-count // (workers * job.batch_size * every))
-        done, checkpoint = job.checkpoints.read(0, 1)
-        state = pack(checkpoint) if checkpoint else _state(ModelReplica(replace(job, device="cpu")))
+        round_rows = workers * job.batch_size * every
+        state = _State(replace(job, device="cpu"))
+        position, checkpoint = job.checkpoints.read(0, 1)
+        if checkpoint:
+            state.start_from(checkpoint)
+        del checkpoint
+        rounds_done = position.steps_done(rounds, round_rows)
+        last = job.epochs + position.first_epoch * job.is_warm
+
+        def save() -> None:
+            done = rounds_done * every
+            epoch, step = divmod(rounds_done, rounds)
+            job.checkpoints.write(done, 0, state.complete())
+            job.checkpoints.finish(done, 1, Position(epoch, step, round_rows, position.first_epoch))
+
         history: list[dict[str, Any]] = []
-        best = state
+        best: dict[str, Any] | None = None
         losses = [np.inf]
         began_s = now_s()
-        for epoch in range(done // (rounds * every), job.epochs):
+        for epoch in range(rounds_done // rounds, last):
             start_s = now_s()
             stats: list[dict[str, Any]] = []
             order = np.random.default_rng([job.seed, epoch]).permutation(rounds).tolist()
-            for number in order[done // every - epoch * rounds :]:
+            for number in order[rounds_done - epoch * rounds :]:
                 is_chosen = (F.col("round") * rounds).cast("int") == number
                 chosen = rows.filter(~is_held & is_chosen).drop("round")
-                state = _train_round(job, chosen, state, epoch, stats)
-                done += every
+                with contextlib.closing(Parcel(spark, state.packed())) as parcel:
+                    trained = chosen.mapInArrow(_trainer(job, parcel, epoch), _SCHEMA)
+                    # Each part comes to the driver as one array of Java.
+                    parts = trained.repartition(state.parts, "chunk")
+                    sums = parts.groupBy("chunk").applyInArrow(_sum, _SCHEMA)
+                    for chunk, data in sums.toLocalIterator():
+                        if chunk == _STATS:
+                            stats.append(json.loads(data))
+                        else:
+                            state.put(chunk, data)
+                rounds_done += 1
+                done = rounds_done * every
                 if job.checkpoints.is_due(done - every, done):
-                    job.checkpoints.write(done, 0, state)
-                    job.checkpoints.finish(done, 1)
+                    save()
             if VALIDATION in rows.columns:
-                held = rows.filter(is_held).drop("round").mapInArrow(_scorer(job, state), _SCHEMA)
-                stats += [json.loads(row.data) for row in held.collect()]
+                with contextlib.closing(Parcel(spark, state.packed())) as parcel:
+                    held = rows.filter(is_held).drop("round")
+                    scores = held.mapInArrow(_scorer(job, parcel), _SCHEMA).collect()
+                stats += [json.loads(row.data) for row in scores]
             same = {"epoch": epoch, "start_s": start_s - began_s, "seconds": now_s() - start_s}
-            sums = pd.DataFrame(stats).groupby("worker", as_index=False).sum().to_dict("records")
-            history += epoch_rows([{**row, **same} for row in sums])
+            by_worker = pd.DataFrame(stats).groupby("worker", as_index=False).sum()
+            history += epoch_rows([{**row, **same} for row in by_worker.to_dict("records")])
             report([row for row in history if row["epoch"] == epoch])
             losses.append(history[-1]["validation_loss"])
-            if not job.patience or losses[-1] < min(losses[:-1]):
-                best = state
-            elif len(losses) > losses.index(min(losses)) + job.patience:
+            if job.patience and losses[-1] < min(losses[:-1]):
+                best = state.complete()["model"]
+            elif job.patience and len(losses) > losses.index(min(losses)) + job.patience:
                 break
-        return history, pack(unpack(best)["model"])
+        if job.checkpoints.folder is not None:
+            save()
+        return history, pack(best or state.complete()["model"])
 
 
-def _train_round(
-    job: TrainingJob, rows: DataFrame, state: bytes, epoch: int, stats: list[dict[str, Any]]
-) -> bytes:
-    """Train on the rows of a round; return the state with the mean of all workers' values."""
-    pieces: dict[int, bytes] = {}
-    trained = rows.mapInArrow(_trainer(job, state, epoch), _SCHEMA)
-    for chunk, data in trained.groupBy("chunk").applyInArrow(_sum, _SCHEMA).toLocalIterator():
-        if chunk == _STATS:
-            stats.append(json.loads(data))
-        else:
-            pieces[chunk] = bytes(data)
-    if not pieces:  # no rows
-        return state
-    replica = _load(replace(job, device="cpu"), pieces.pop(_STATE))
-    flat = np.concatenate([np.frombuffer(pieces[chunk], np.float32) for chunk in sorted(pieces)])
-    put_values(replica.optimizer, _averaging(job), flat)
-    return _state(replica)
+class _State:
+    """The state that all workers begin a round with, on the driver: one copy, and parts that are no numbers.
+
+    Args:
+        job: of a training on the CPU.
+    """
+
+    def __init__(self, job: TrainingJob) -> None:
+        self._job = job
+        replica = ModelReplica(job)
+        self._flat = averaged_values(replica, _averaging(job))
+        self._rest = _rest_of(replica)
+
+    def start_from(self, checkpoint: dict[str, Any]) -> None:
+        """Take the state of a checkpoint."""
+        replica = ModelReplica(self._job)
+        replica.model.load_state_dict(checkpoint["model"])
+        if _averaging(self._job).average_optimizer:
+            replica.optimizer.load_state_dict(checkpoint["optimizer"])
+        self._flat = averaged_values(replica, _averaging(self._job))
+        self._rest = _rest_of(replica)
+
+    @property
+    def parts(self) -> int:
+        """Number of parts in which the state comes back."""
+        return 1 + self._flat.nbytes // _PART_BYTES
+
+    def packed(self) -> bytes:
+        """Return the state for workers."""
+        return pack({"flat": torch.from_numpy(self._flat), "rest": self._rest})
+
+    def put(self, chunk: int, data: bytes) -> None:
+        """Put in a part of what the workers have after a round."""
+        if chunk == _STATE:
+            self._rest = unpack(data)
+            return
+        values = np.frombuffer(data, np.float32)
+        first = chunk * _CHUNK
+        # After their first step most optimisers have a state.
+        if self._flat.size < first + values.size:
+            self._flat = np.pad(self._flat, (0, first + values.size - self._flat.size))
+        self._flat[first : first + values.size] = values
+
+    def complete(self) -> dict[str, Any]:
+        """Return the states of a model and its optimiser."""
+        replica = _load(self._job, {"flat": torch.from_numpy(self._flat), "rest": self._rest})
+        return {name: getattr(replica, name).state_dict() for name in ("model", "optimizer")}
 
 
 def _averaging(job: TrainingJob) -> ParameterAveraging:
     return cast("ParameterAveraging", job.training)
 
 
-def _state(replica: ModelReplica) -> bytes:
-    return pack({name: getattr(replica, name).state_dict() for name in ("model", "optimizer")})
+def _rest_of(replica: ModelReplica) -> dict[str, Any]:
+    """Return everything that is not averaged: of the optimiser's averaged tensors only the shapes."""
+    model = {
+        name: value
+        for name, value in replica.model.state_dict().items()
+        if not (torch.is_tensor(value) and value.is_floating_point())
+    }
+    if not _averaging(replica.job).average_optimizer:
+        return {"model": model, "optimizer": None}
+    optimizer = replica.optimizer.state_dict()
+    optimizer["state"] = {
+        index: {
+            # All elements of the tensor are the same one in memory, and so in a file.
+            name: torch.zeros(()).expand(value.shape) if is_averaged(value) else value
+            for name, value in state.items()
+        }
+        for index, state in optimizer["state"].items()
+    }
+    return {"model": model, "optimizer": optimizer}
 
 
-def _load(job: TrainingJob, state: bytes) -> ModelReplica:
+def _load(job: TrainingJob, state: dict[str, Any]) -> ModelReplica:
     replica = ModelReplica(job)
-    values = unpack(state)
-    replica.model.load_state_dict(values["model"])
-    if _averaging(job).average_optimizer:
-        replica.optimizer.load_state_dict(values["optimizer"])
+    rest = state["rest"]
+    replica.model.load_state_dict({**replica.model.state_dict(), **rest["model"]})
+    if rest["optimizer"] is not None:
+        replica.optimizer.load_state_dict(rest["optimizer"])
+        for values in replica.optimizer.state.values():
+            for name, value in values.items():
+                if is_averaged(value):
+                    values[name] = value.clone(memory_format=torch.contiguous_format)
+    put_values(replica, _averaging(job), state["flat"].numpy())
     return replica
 
 
-def _trainer(job: TrainingJob, state: bytes, epoch: int) -> _Task:
+def _trainer(job: TrainingJob, parcel: Parcel, epoch: int) -> _Task:
     """Return the function that trains on one task's rows of a round."""
 
     def train(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -147,30 +229,30 @@ def _trainer(job: TrainingJob, state: bytes, epoch: int) -> _Task:
             return
         times = Times()
         start_s = now_s()
-        replica = _load(job, state)
+        replica = _load(job, unpack(parcel.read()))
         torch.manual_seed(job.seed + rank)
         order = shuffled(rows.rows, job.batch_size, [job.seed, epoch, rank])
         for _ in range(min(_averaging(job).every, -(-rows.rows // job.batch_size))):
             replica.compute_gradients(rows, order, times)
             replica.optimizer.step()
         compute_s = now_s() - start_s - times.data_s
-        flat = averaged_values(replica.optimizer, _averaging(job))
+        flat = averaged_values(replica, _averaging(job))
         yield _stats(rank, replace(times, compute_s=compute_s, sent_bytes=flat.nbytes))
-        yield _batch(_STATE, _state(replica))
+        yield _batch(_STATE, pack(_rest_of(replica)))
         for number, first in enumerate(range(0, flat.size, _CHUNK)):
             yield _batch(number, flat[first : first + _CHUNK].tobytes())
 
     return train
 
 
-def _scorer(job: TrainingJob, state: bytes) -> _Task:
+def _scorer(job: TrainingJob, parcel: Parcel) -> _Task:
     """Return the function that adds up the loss of rows for validation."""
 
     def score(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         rank = rank_of_task()
         times = Times()
         held = spill(batches, f"worker {rank}", job.columns)[1]
-        _load(job, state).score(held, times)
+        _load(job, unpack(parcel.read())).score(held, times)
         yield _stats(rank, times)
 
     return score

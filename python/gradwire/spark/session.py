@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
+import tempfile
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ..clock import now_s
@@ -14,9 +18,22 @@ if TYPE_CHECKING:
 
     from ..transport import Node
 
-__all__ = ["cancel", "check_slots", "driver_address", "is_connect", "tagged"]
+__all__ = [
+    "Parcel",
+    "cancel",
+    "check_slots",
+    "driver_address",
+    "failure_of",
+    "gpus_of_executor",
+    "is_connect",
+    "tagged",
+    "task_failure",
+]
 
+_NO_GRADWIRE: Final = "No module named 'gradwire'"
 _SLOTS_S: Final = 45.0  # for executors to register
+_SMALL_BYTES: Final = 1 << 20  # go with the tasks
+_BROADCAST_BYTES: Final = 16 << 20
 
 
 def is_connect(spark: SparkSession) -> bool:
@@ -90,6 +107,51 @@ def cancel(spark: SparkSession, tag: str) -> None:
         spark.sparkContext.cancelJobsWithTag(tag)
 
 
+def gpus_of_executor(spark: SparkSession) -> int:
+    """Return how many GPUs Spark gives to an executor."""
+    return int(str(spark.conf.get("spark.executor.resource.gpu.amount", "0")))
+
+
+class Parcel:
+    """Bytes for tasks, which go to every executor once and in pieces, instead of with every task in one array.
+
+    Args:
+        spark: the session.
+        data: the bytes.
+    """
+
+    def __init__(self, spark: SparkSession, data: bytes) -> None:
+        self._data = b""
+        self._file = ""
+        self._pieces: list[Any] = []
+        if len(data) <= _SMALL_BYTES:
+            self._data = data
+        elif is_connect(spark):
+            # Spark Connect has no broadcasts. The server keeps the file for as long as the session.
+            with tempfile.NamedTemporaryFile(prefix="gradwire-") as file:
+                file.write(data)
+                file.flush()
+                spark.addArtifacts(file.name, file=True)
+                self._file = os.path.basename(file.name)
+        else:
+            for start in range(0, len(data), _BROADCAST_BYTES):
+                piece = data[start : start + _BROADCAST_BYTES]
+                self._pieces.append(spark.sparkContext.broadcast(piece))
+
+    def read(self) -> bytes:
+        """Return the bytes (in a task)."""
+        if self._file:
+            from pyspark import SparkFiles
+
+            return Path(SparkFiles.get(self._file)).read_bytes()
+        return self._data or b"".join(piece.value for piece in self._pieces)
+
+    def close(self) -> None:
+        """Free the executors' memory, once no task reads any more."""
+        for piece in self._pieces:
+            piece.destroy()
+
+
 def driver_address(spark: SparkSession, node: Node) -> str:
     """Return the address at which executors reach a node of this process, as far as Spark knows it."""
     if is_connect(spark):
@@ -97,3 +159,35 @@ def driver_address(spark: SparkSession, node: Node) -> str:
     context: Any = spark.sparkContext
     host = context.getConf().get("spark.driver.host")
     return f"{host}:{node.address.rpartition(':')[2]}"
+
+
+def task_failure(error: Exception) -> tuple[str, str]:
+    """Return why a worker's task failed for good, in one line, and its traceback; "" for an error of other tasks."""
+    text = str(error)
+    if _NO_GRADWIRE not in text and "barrier" not in text and "gradwire/spark" not in text:
+        return "", ""
+    text, trace = _failure(error)
+    return f"a worker failed: {text}", trace
+
+
+def failure_of(error: Exception) -> str:
+    """Return the error of a task, with its traceback, from Spark's error, which has hundreds of lines."""
+    text, trace = _failure(error)
+    return f"{text}\n{trace}" if trace else text
+
+
+def _failure(error: Exception) -> tuple[str, str]:
+    """Return a task's error in one line, and its traceback if it has one."""
+    text = str(error)
+    if _NO_GRADWIRE in text:
+        return (
+            "the Python of Spark's executors has no gradwire: set PYSPARK_PYTHON to the interpreter of the environment "
+            f"in which gradwire is installed, before the session begins (this process runs {sys.executable})"
+        ), ""
+    # The task's own error, in Python's form, is in the middle of several stack traces of Spark.
+    _, start, rest = text.rpartition("Traceback (most recent call last):")
+    lines = rest.split("\n\tat ")[0].strip("\n").rstrip().splitlines() if start else []
+    if lines:
+        return lines[-1].strip(), "\n".join([start, *lines])
+    reasons = [line for line in text.splitlines() if "crashed" in line or "Lost" in line]
+    return (reasons or text.splitlines() or [repr(error)])[0].strip(), ""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ..exchange.options import ExchangeOptions, Options
+from ..policy import ResidualClip, ShakeUp
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -14,6 +16,9 @@ if TYPE_CHECKING:
     from ..policy import ThresholdPolicy
 
 __all__ = ["ParameterAveraging", "SharedTraining"]
+
+# A worker that swaps, collects garbage or waits for a disk is slow for minutes, and comes back.
+TIMEOUT_S: Final = 300.0
 
 
 # Options of an exchange that the estimator sets itself, and why.
@@ -31,15 +36,19 @@ class SharedTraining:
 
     Args:
         exchange: see `ExchangeOptions`: such as ``mode="async"``, or ``every=4, overlap=1``. The
-            workers' models hold their residuals by default (``apply_residual``). The estimator itself sets
-            ``min_peers``, ``min_members``, ``on_straggler`` and ``role``.
+            workers' models hold their residuals by default (``apply_residual``), and a worker that stands still is
+            waited for, and then given up, after ``timeout_s`` (300). The estimator itself sets ``min_peers``,
+            ``min_members``, ``on_straggler`` and ``role``.
 
     Attributes:
         threshold: a threshold policy, or a number; None: the default of `gradwire.torch.share`.
         port: the first UDP port of the workers of each machine; 0: the system chooses.
         network_mask: a network such as "10.1.1.0/24", in which every machine has one address.
         workers_per_node: workers of a machine that share one residual and send one message per step, through shared
-            memory; 1: each worker sends its own. Every worker has the same weight, also where a machine has fewer.
+            memory; 1: each worker sends its own; None: the number of GPUs of an executor, or else 1. Every worker has
+            the same weight, also where a machine has fewer.
+        shakeup: periodic messages with a smaller threshold, a `ShakeUp`; None: without.
+        clip: periodic clipping of the residual, a `ResidualClip`; None: nothing is ever cut off.
         options: those of the exchange, with the defaults.
 
     Raises:
@@ -53,7 +62,9 @@ class SharedTraining:
     threshold: ThresholdPolicy | float | None
     port: int
     network_mask: str | None
-    workers_per_node: int
+    workers_per_node: int | None
+    shakeup: ShakeUp | None
+    clip: ResidualClip | None
     options: Options
 
     def __init__(
@@ -62,23 +73,36 @@ class SharedTraining:
         threshold: ThresholdPolicy | float | None = None,
         port: int = 0,
         network_mask: str | None = None,
-        workers_per_node: int = 1,
+        workers_per_node: int | None = None,
+        shakeup: ShakeUp | None = None,
+        clip: ResidualClip | None = None,
         **exchange: Unpack[ExchangeOptions],
     ) -> None:
         for name in exchange:
             if name in _SET:
                 raise ValueError(f"{name} is set by the estimator: {_SET[name]}")
-        _check_count("workers_per_node", workers_per_node)
+        if workers_per_node is not None:
+            _check_count("workers_per_node", workers_per_node)
+        for name, schedule, kind in (("shakeup", shakeup, ShakeUp), ("clip", clip, ResidualClip)):
+            if not isinstance(schedule, (kind, NoneType)):
+                raise TypeError(f"{name} is {schedule!r}, must be {kind.__name__}(...)")
         _check_network(port, network_mask)
         values = {
             "threshold": threshold,
             "port": port,
             "network_mask": network_mask,
             "workers_per_node": workers_per_node,
-            "options": Options.of({"apply_residual": True, **exchange}),
+            "shakeup": shakeup,
+            "clip": clip,
+            "options": Options.of({"apply_residual": True, "timeout_s": TIMEOUT_S, **exchange}),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)  # the class is frozen
+
+    @property
+    def timeout_s(self) -> float:
+        """Time for which a worker that stands still is waited for."""
+        return self.options.timeout_s
 
     def __repr__(self) -> str:
         """Return the call with the arguments that are not the defaults."""
@@ -106,6 +130,8 @@ class ParameterAveraging:
             allow nothing else.
         port: as `SharedTraining.port`.
         network_mask: as `SharedTraining.network_mask`.
+        timeout_s: time for which a worker that stands still is waited for; then it is given up. With ``via="spark"``
+            that is Spark's matter (``spark.speculation``).
 
     Raises:
         ValueError: a value is out of range.
@@ -116,11 +142,14 @@ class ParameterAveraging:
     via: Literal["udp", "spark"] = "udp"
     port: int = 0
     network_mask: str | None = None
+    timeout_s: float = TIMEOUT_S
 
     def __post_init__(self) -> None:
         if self.via not in ("udp", "spark"):
             raise ValueError(f"via is {self.via!r}, must be one of udp, spark")
         _check_count("every", self.every)
+        if not self.timeout_s > 0.0:
+            raise ValueError(f"timeout_s is {self.timeout_s}, must be positive")
         _check_network(self.port, self.network_mask)
 
 

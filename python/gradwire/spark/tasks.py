@@ -159,6 +159,8 @@ def connect(
             made = Node(bind, secret=secret, network_mask=network_mask, node_id=rank, **options)
         addresses = gather(made.address if made else "")
         if made is not None:
+            others = {task: f"worker {task} on {hosts[task]}" for task in chosen if task != rank}
+            made.names.update(others)  # for errors
             for address in filter(None, addresses):
                 made.add_peer(address)
             try:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import math
 import os
 import secrets
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,20 +20,27 @@ from numpy.typing import NDArray
 
 from ..clock import now_s
 from ..codec import Encoder
-from ..errors import GradwireError, PeerLost, TransportError
+from ..errors import Closed, GradwireError, PeerLost
 from ..exchange import AnyExchange, Exchange, ExchangeStats, Groups, LocalTeam
 from ..torch import SharedOptimizer
 from ..torch.judge import is_adaptive, parameters_of
-from ..transport import Node
-from .checkpoints import Checkpoints, pack, unpack
+from ..transport import Limits, Node, Peer
+from .checkpoints import Checkpoints, Position, pack, unpack
 from .data import FEATURES, LABEL, WEIGHT, Spill, shuffled, spill
 from .placement import teams_of
 from .strategies import ParameterAveraging, SharedTraining
 from .tasks import connect, hosts_of, pieces_of
+from .watch import START_S, Watch, one_line, silence_limits
 
 OUTPUT: Final = "worker bigint, kind string, part bigint, data binary"
 CATCH_UP_S: Final = 0.2  # for the last messages of an asynchronous epoch
 CONNECT_S: Final = 40.0  # machines that do not reach each other are an error within a minute
+FAILURE_S: Final = (
+    5.0  # for the other workers' errors, one of which may be the cause of this worker's
+)
+
+# Errors that another attempt may not have: a worker is gone, or did not come in time.
+TRANSIENT: Final = (PeerLost, TimeoutError, Closed)
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,9 @@ class TrainingJob:
     device: str
     patience: int
     checkpoints: Checkpoints
+    is_warm: bool  #: the epochs are counted from the checkpoint to resume from
+    team_size: int  #: workers of a machine that send one message
+    limits: Limits | None  #: of the workers' nodes
     driver: str | None  #: address of the driver's node
 
 
@@ -87,7 +97,19 @@ _LOSSES: Final = frozenset({"loss", "held_loss", "held_weight"})  # replaced by 
 
 
 class Stopped(GradwireError):
-    """Another worker reported an error."""
+    """Another worker reported an error.
+
+    Attributes:
+        is_final: whether another attempt would have the same error.
+    """
+
+    def __init__(self, *, is_final: bool) -> None:
+        super().__init__("another worker failed")
+        self.is_final = is_final
+
+
+class LateWorkers(TimeoutError):
+    """A worker did not come where all meet."""
 
 
 def device_of(name: str) -> torch.device:
@@ -198,13 +220,42 @@ def epoch_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**{name: row[name] for name in row if name not in _LOSSES}, **mean} for row in rows]
 
 
-def gather(context: Any, value: Any = None, **error: str) -> list[Any]:
-    """Return every worker's value; raise `Stopped` if one sent an error."""
-    texts = context.allGather(json.dumps({"value": value, **error}))
+def gather(context: Any, timeout_s: float, value: Any = None, **error: bool) -> list[Any]:
+    """Return every worker's value; wait for the others.
+
+    Args:
+        context: of the task.
+        timeout_s: longest wait; Spark's own is a year.
+        value: anything that JSON has.
+        error: ``is_final=``, if this worker failed.
+
+    Raises:
+        Stopped: a worker failed.
+        LateWorkers: a worker did not come in time.
+    """
+    texts: list[str] = []
+
+    def wait() -> None:
+        with contextlib.suppress(Exception):  # Spark ends the stage
+            texts.extend(context.allGather(json.dumps({"value": value, **error})))
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if not texts:
+        raise LateWorkers(f"not all workers came within {timeout_s:g} s")
     answers = [json.loads(text) for text in texts]
-    if any("error" in answer for answer in answers):
-        raise Stopped("another worker failed")
+    errors = [answer["is_final"] for answer in answers if "is_final" in answer]
+    if errors:
+        raise Stopped(is_final=any(errors))
     return [answer["value"] for answer in answers]
+
+
+def lost_workers(names: dict[int, str], members: Sequence[Peer]) -> str:
+    """Return a text about the workers, by number, that are no members any more."""
+    present = {peer.id for peer in members}
+    lost = [name for number, name in names.items() if number not in present]
+    return f"{', '.join(lost) or 'another worker'} is gone"
 
 
 class SharedTrainer:
@@ -230,18 +281,24 @@ class SharedTrainer:
         self.exchange: AnyExchange
         if node is not None:
             groups = Groups.of(
-                parameters_of(optimizer), training.threshold, is_adaptive=is_adaptive(optimizer)
+                parameters_of(optimizer),
+                training.threshold,
+                is_adaptive=is_adaptive(optimizer),
+                shakeup=training.shakeup,
+                clip=training.clip,
             )
             options: dict[str, Any] = {**asdict(training.options), "min_peers": machines - 1}
             self.exchange = lead = Exchange(groups, node, **options)
         self.team: LocalTeam | None = None
         if size > 1:
             reduction = training.options.reduction
+            timeout_s = training.options.timeout_s
             self.team = LocalTeam(
-                name, size=size, rank=rank, reduction=reduction, timeout_s=CONNECT_S
+                name, size=size, rank=rank, reduction=reduction, timeout_s=timeout_s
             )
             self.exchange = self.team.follow() if rank else self.team.lead(lead)
         self.optimizer = SharedOptimizer(optimizer, self.exchange, update_scale="auto")
+        self._names = {} if node is None else node.names
         self.is_async = not training.options.is_sync
         self._overlaps = training.options.overlap > 0
         self._has_local_steps = False
@@ -260,7 +317,7 @@ class SharedTrainer:
         # last checkpoint, so that every row is trained on equally often.
         is_whole = self.exchange.present == self.exchange.workers
         if len(self.exchange.members) < self._others or not is_whole:
-            raise PeerLost("another worker is gone")
+            raise PeerLost(lost_workers(self._names, self.exchange.members))
 
     def end_epoch(self, times: Times) -> None:
         """Exchange the remaining local steps, and add the messages that are still to come.
@@ -293,7 +350,7 @@ class AveragingTrainer:
 
     Args:
         training: how often, and of what.
-        optimizer: of this worker's model.
+        replica: this worker's model and optimiser.
         node: of this worker.
         workers: number of workers.
     """
@@ -304,11 +361,12 @@ class AveragingTrainer:
     def __init__(
         self,
         training: ParameterAveraging,
-        optimizer: torch.optim.Optimizer,
+        replica: ModelReplica,
         node: Node,
         workers: int,
     ) -> None:
-        self.optimizer = optimizer
+        self.optimizer = replica.optimizer
+        self._replica = replica
         self._training = training
         self._node = node
         self._others = workers - 1
@@ -336,50 +394,61 @@ class AveragingTrainer:
         if not self._steps:
             return
         self._steps = 0
-        flat = averaged_values(self.optimizer, self._training)
+        flat = averaged_values(self._replica, self._training)
         if self._exchange is None:
             encoder = Encoder(flat.size, threshold=1.0)
-            options: Any = {"codec": "dense", "topology": "mesh", "min_peers": self._others}
+            options: Any = {
+                "codec": "dense",
+                "topology": "mesh",
+                "min_peers": self._others,
+                "timeout_s": self._training.timeout_s,
+            }
             self._exchange = Exchange(encoder, self._node, **options)
         mean = np.zeros_like(flat)
         before = self._exchange.stats
         self._exchange.step(flat, mean)
         times.add(before, self._exchange.stats, is_leader=True)
         if len(self._exchange.members) < self._others:
-            raise PeerLost("another worker is gone")
-        put_values(self.optimizer, self._training, mean)
+            raise PeerLost(lost_workers(self._node.names, self._exchange.members))
+        put_values(self._replica, self._training, mean)
 
     def shared(self) -> contextlib.AbstractContextManager[None]:
         """Do nothing: at the end of an epoch all parameters are the mean."""
         return contextlib.nullcontext()
 
 
-def _averaged(optimizer: torch.optim.Optimizer, training: ParameterAveraging) -> list[torch.Tensor]:
-    """Return the parameters and, if wanted, the tensors of the optimiser's state, in the same order everywhere."""
-    params = parameters_of(optimizer)
+def _averaged(replica: ModelReplica, training: ParameterAveraging) -> list[torch.Tensor]:
+    """Return the parameters, the model's statistics and, if wanted, the optimiser's, in the same order everywhere."""
+    params = parameters_of(replica.optimizer)
     averaged = [param.detach() for param in params]
+    averaged += [buffer for buffer in replica.model.buffers() if buffer.is_floating_point()]
     if training.average_optimizer:
-        states = [optimizer.state.get(param, {}) for param in params]
+        states = [replica.optimizer.state.get(param, {}) for param in params]
         values = [state[name] for state in states for name in sorted(state)]
-        averaged += [
-            value for value in values if torch.is_tensor(value) and value.is_floating_point()
-        ]
+        averaged += [value for value in values if is_averaged(value)]
     return averaged
 
 
-def averaged_values(
-    optimizer: torch.optim.Optimizer, training: ParameterAveraging
-) -> NDArray[np.float32]:
+def is_averaged(value: Any) -> bool:
+    """Return whether a value of an optimiser's state is averaged."""
+    return torch.is_tensor(value) and value.is_floating_point()
+
+
+def averaged_values(replica: ModelReplica, training: ParameterAveraging) -> NDArray[np.float32]:
     """Return all values that are averaged, one after the other."""
-    flat = [tensor.reshape(-1).float().cpu() for tensor in _averaged(optimizer, training)]
-    return torch.cat(flat).numpy()
+    tensors = _averaged(replica, training)
+    flat = np.empty(sum(tensor.numel() for tensor in tensors), np.float32)
+    pieces = torch.from_numpy(flat).split([tensor.numel() for tensor in tensors])
+    for tensor, piece in zip(tensors, pieces, strict=True):
+        piece.copy_(tensor.reshape(-1))
+    return flat
 
 
 def put_values(
-    optimizer: torch.optim.Optimizer, training: ParameterAveraging, flat: NDArray[np.float32]
+    replica: ModelReplica, training: ParameterAveraging, flat: NDArray[np.float32]
 ) -> None:
     """Copy averaged values back."""
-    tensors = _averaged(optimizer, training)
+    tensors = _averaged(replica, training)
     pieces = torch.from_numpy(flat).split([tensor.numel() for tensor in tensors])
     for tensor, piece in zip(tensors, pieces, strict=True):
         tensor.copy_(piece.reshape(tensor.shape))
@@ -388,31 +457,48 @@ def put_values(
 class Worker(ModelReplica):
     """The training of one task."""
 
-    def __init__(self, job: TrainingJob, context: Any) -> None:
-        super().__init__(job)
+    def __init__(self, job: TrainingJob, context: Any, watch: Watch) -> None:
+        with watch.busy():
+            super().__init__(job)
         self.context = context
+        self.watch = watch
         self.rank = context.partitionId()
-        self.gather = functools.partial(gather, context)
         self.workers = len(context.getTaskInfos())
         torch.set_num_threads(max(1, context.cpus()))
+        self.longest_wait_s = max(job.training.timeout_s, START_S)
         self.trainer: SharedTrainer | AveragingTrainer
-        self.progress: Node | None = None
         self.history: list[dict[str, Any]] = []  # this worker's rows
         self.losses: list[float] = []  # with patience: the validation loss of every epoch
         self.best: dict[str, Any] = {}  # with patience: the state of the model to return
 
     def run(self, batches: Iterator[pa.RecordBatch]) -> list[tuple[str, bytes]]:
         """Train; return the history and the model, from one worker only."""
-        training, held = spill(batches, f"worker {self.rank}", self.job.columns)
-        done, state = self.job.checkpoints.read(self.rank, self.workers)
+        training, held = spill(self.watched(batches), f"worker {self.rank}", self.job.columns)
+        with self.watch.busy():
+            position, state = self.job.checkpoints.read(self.rank, self.workers)
         steps, names = self.agree(training, held)
         with contextlib.ExitStack() as stack:
             self.connect(stack, names)
+            self.longest_wait_s = self.job.training.timeout_s
             if state:
                 self.load(state)
             if isinstance(self.trainer.optimizer, SharedOptimizer):
                 self.trainer.optimizer.join()
-            return self.train(training, held, steps, done)
+            return self.train(training, held, steps, position)
+
+    def gather(self, value: Any = None) -> list[Any]:
+        """Return every worker's value, see the function `gather`."""
+        self.watch.tell_wait()
+        return gather(self.context, self.longest_wait_s, value)
+
+    def watched(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Yield the rows, each batch within the time that a worker has."""
+        while True:
+            with self.watch.busy():
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
 
     def agree(self, training: Spill, held: Spill) -> tuple[int, list[str]]:
         """Return the number of steps per epoch, the same for all workers, and a name of each for its team."""
@@ -440,11 +526,25 @@ class Worker(ModelReplica):
         """Connect the nodes, one per team, and create the exchange over them."""
         job = self.job
         training = job.training
-        size = training.workers_per_node if isinstance(training, SharedTraining) else 1
-        teams = teams_of(hosts_of(self.context), size)
+        teams = teams_of(hosts_of(self.context), job.team_size)
         leads = sorted(team[0] for team in teams)
         mask = training.network_mask
-        node = connect(self.context, self.gather, leads, job.secret, mask, training.port, CONNECT_S)
+        limits = silence_limits(job.limits, training.timeout_s)
+        try:
+            node = connect(
+                self.context,
+                self.gather,
+                leads,
+                job.secret,
+                mask,
+                training.port,
+                CONNECT_S,
+                limits=limits,
+            )
+        except TimeoutError as error:
+            if isinstance(error, LateWorkers):
+                raise
+            raise GradwireError(str(error)) from error  # another attempt would not connect, too
         if node is not None:
             stack.callback(node.close, 1.0)
         if isinstance(training, SharedTraining):
@@ -453,39 +553,45 @@ class Worker(ModelReplica):
             self.trainer = SharedTrainer(training, self.optimizer, node, place, len(leads))
         else:
             # Without teams every worker has a node.
-            self.trainer = AveragingTrainer(
-                training, self.optimizer, cast("Node", node), len(leads)
-            )
+            self.trainer = AveragingTrainer(training, self, cast("Node", node), len(leads))
         if self.trainer.team is not None:
             stack.callback(self.trainer.team.close)
-        if job.driver:
-            self.progress = Node("0.0.0.0:0", [job.driver], secret=job.secret)
-            stack.callback(self.progress.close, 0.5)
 
-    def train(self, training: Spill, held: Spill, steps: int, done: int) -> list[tuple[str, bytes]]:
+    def train(
+        self, training: Spill, held: Spill, steps: int, position: Position
+    ) -> list[tuple[str, bytes]]:
         """Train epoch after epoch, all workers for the same number of steps."""
         job = self.job
-        order = shuffled(training.rows, job.batch_size, [job.seed, self.rank, done])
+        done = position.steps_done(steps, self.workers * job.batch_size)
+        order = shuffled(training.rows, job.batch_size, [job.seed, self.rank])
+        for _ in range(
+            done
+        ):  # the rows of a training that continues are those of one without a break
+            next(order)
         began_s = now_s()
         if self.history:  # of an earlier attempt
             began_s -= self.history[-1]["start_s"] + self.history[-1]["seconds"]
         epoch = done // steps
-        while epoch < job.epochs:
+        last = job.epochs + position.first_epoch * job.is_warm
+        while epoch < last:
             times = Times(epoch=epoch, start_s=now_s() - began_s)
             self.model.train()
             while done < (epoch + 1) * steps:
                 self.step(training, order, times)
                 done += 1
-                if job.checkpoints.is_due(done - 1, done):
-                    self.save(done)
+                if job.checkpoints.is_due(done - 1, done) and done < last * steps:
+                    self.save(done, steps, position.first_epoch)
             self.end_steps(times)
             with self.trainer.shared():
-                self.score(held, times)
+                with self.watch.busy():
+                    self.score(held, times)
                 times.seconds = now_s() - began_s - times.start_s
                 exchange_s = times.encode_s + times.wait_s + times.apply_s
                 times.compute_s = times.seconds - times.data_s - exchange_s
-                epoch = self.end_epoch(times)
+                epoch = self.end_epoch(times, last)
         self.end_steps(Times())  # of a checkpoint after the last step
+        if job.checkpoints.folder is not None:
+            self.save(done, steps, position.first_epoch)
         histories = self.gather(self.history)  # an error before this point reaches all workers
         if self.rank != 0:
             return []
@@ -497,11 +603,13 @@ class Worker(ModelReplica):
     def step(self, training: Spill, order: Iterator[Any], times: Times) -> None:
         """Take one step together with the others."""
         if training.rows:
-            self.compute_gradients(training, order, times)
+            with self.watch.busy():
+                self.compute_gradients(training, order, times)
         else:
             for param in parameters_of(self.optimizer):
                 param.grad = torch.zeros_like(param)
         self.trainer.step(times)
+        self.watch.note_start()
 
     def end_steps(self, times: Times) -> None:
         """Exchange the remaining local steps, once all workers have taken all steps."""
@@ -511,39 +619,40 @@ class Worker(ModelReplica):
             times.wait_s += now_s() - start_s
         self.trainer.end_epoch(times)
 
-    def end_epoch(self, times: Times) -> int:
+    def end_epoch(self, times: Times, last: int) -> int:
         """Add an epoch to the history; return the number of the next, or of the last where training stops early.
 
         All workers wait for each other only where they have to decide: a barrier of Spark takes a second.
         """
         row = {"worker": self.rank, **asdict(times)}
         self.history.append(row)
-        if self.progress is not None:
-            with contextlib.suppress(TransportError):  # the driver has the history at the end
-                self.progress.publish(json.dumps(row).encode())
+        self.watch.tell("epoch", row=row)  # the driver has the history at the end, too
         if self.job.patience:
             self.losses.append(epoch_rows(self.gather(row))[0]["validation_loss"])
             best = self.losses.index(min(self.losses))
             if best == len(self.losses) - 1:
                 self.best = unpack(pack(self.model.state_dict()))
             if len(self.losses) > best + self.job.patience:
-                return self.job.epochs
+                return last
         return times.epoch + 1
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
-    def save(self, done: int) -> None:
+    def save(self, done: int, steps: int, first_epoch: int) -> None:
         """Write this worker's state; once all have, make the checkpoint the latest."""
-        with self.trainer.shared():
+        with self.watch.busy(), self.trainer.shared():
             state = {
                 "model": self.model.state_dict(),
                 "optimizer": self.trainer.optimizer.state_dict(),
             }
             attempt = {name: getattr(self, name) for name in ("history", "losses", "best")}
-            self.job.checkpoints.write(done, self.rank, pack({**state, "attempt": attempt}))
+            self.job.checkpoints.write(done, self.rank, {**state, "attempt": attempt})
         self.gather()
         if self.rank == 0:
-            self.job.checkpoints.finish(done, self.workers)
+            epoch, step = divmod(done, steps)
+            step_rows = self.workers * self.job.batch_size
+            position = Position(epoch, step, step_rows, first_epoch)
+            self.job.checkpoints.finish(done, self.workers, position)
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint."""
@@ -555,24 +664,46 @@ class Worker(ModelReplica):
 def train(job: TrainingJob, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Run one worker; yield its results in pieces, or its error.
 
-    An error is returned as a result: if it were raised, Spark would repeat the whole stage, which would fail again.
+    An error that every attempt would have is returned as a result: if it were raised, Spark would repeat the stage.
+
+    Raises:
+        PeerLost, TimeoutError, Closed: another worker is gone or hangs; Spark repeats the stage.
     """
     from pyspark import BarrierTaskContext
 
     context = BarrierTaskContext.get()
+    rank = context.partitionId()
+    timeout_s = job.training.timeout_s
     results: list[tuple[str, bytes]] = []
-    try:
-        results = Worker(job, context).run(batches)
-    except Stopped:
-        pass
-    except Exception as error:
-        trace = "".join(traceback.format_exception(error))[-8000:]
-        text = "".join(traceback.format_exception_only(error)) + "\n" + trace
-        with contextlib.suppress(Stopped):
-            gather(context, error=text)
-        # The error of the worker that is gone is more informative.
-        results = [("lost" if isinstance(error, PeerLost) else "error", text.encode())]
+    with contextlib.closing(
+        Watch(job.driver, job.secret, (context.taskAttemptId(), rank), timeout_s)
+    ) as watch:
+        try:
+            results = Worker(job, context, watch).run(batches)
+        except Stopped as stopped:
+            if not stopped.is_final:
+                raise PeerLost("another worker failed") from None
+        except Exception as error:
+            text = f"{one_line(error)} (on {hosts_of(context)[rank]})"
+            trace = "".join(traceback.format_exception(error))[-8000:]
+            is_final = not isinstance(error, TRANSIENT)
+            watch.tell(
+                "error",
+                text=text,
+                trace=trace,
+                is_final=is_final,
+                is_late=isinstance(error, LateWorkers),
+            )
+            try:
+                gather(context, timeout_s if is_final else FAILURE_S, is_final=is_final)
+            except Stopped as stopped:
+                if not stopped.is_final:
+                    raise error from None
+            except TimeoutError:
+                raise error from None
+            if is_final:
+                results = [("error", f"{text}\n{trace}".encode())]
     for kind, data in results:
         for part, piece in enumerate(pieces_of(data)):
-            row = {"worker": context.partitionId(), "kind": kind, "part": part, "data": piece}
+            row = {"worker": rank, "kind": kind, "part": part, "data": piece}
             yield pa.RecordBatch.from_pylist([row])

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ..exchange import AnyExchange, ExchangeOptions
+    from ..policy import ResidualClip, ShakeUp
     from ..sharing import Density
     from ..transport import Node
 
@@ -39,6 +40,8 @@ def share(
     update_scale: float | Literal["auto"] = "auto",
     share_state: bool = True,
     process_group: dist.ProcessGroup | None = None,
+    shakeup: ShakeUp | None = None,
+    clip: ResidualClip | None = None,
     **options: Unpack[ExchangeOptions],
 ) -> SharedOptimizer:
     """Return an optimiser that trains ``model`` together with the other nodes of this run.
@@ -60,6 +63,8 @@ def share(
         share_state: nodes that join late take over the optimiser's state, too: with AdamW 8 of 12 bytes per parameter.
             False: they begin with an empty one, in a third of the time.
         process_group: the ranks of this machine, whose gradients DistributedDataParallel averages already.
+        shakeup: periodic messages with a smaller threshold, see `ShakeUp`; None: without.
+        clip: periodic clipping of the residual, see `ResidualClip`; None: nothing is ever cut off.
         options: see `ExchangeOptions`: such as ``mode="async"`` or ``every=4, overlap=1``. The model holds this node's
             residual by default (``apply_residual``), and a synchronous step waits for stragglers: after ``timeout_s`` a
             log entry names the node that all wait for.
@@ -105,7 +110,13 @@ def share(
         team = dist.get_rank(process_group), dist.get_world_size(process_group)
     judgement = judge(optimizer)
     maker = TrainingMaker(
-        density, is_adaptive=judgement.is_adaptive, node=node, team=team, **options
+        density,
+        is_adaptive=judgement.is_adaptive,
+        node=node,
+        team=team,
+        shakeup=shakeup,
+        clip=clip,
+        **options,
     )
     tensors = _Untrained(inner, params)
     training = maker.make(named)

@@ -1,0 +1,51 @@
+"""Where a training goes on: at the row, however many workers there are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.spark, pytest.mark.torch]
+pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("fsspec", reason="fsspec is not installed")
+
+from gradwire.spark.checkpoints import Checkpoints, Position  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    ("steps", "step_rows", "expected"),
+    [
+        (10, 32, 24),  # two workers, as before
+        (7, 48, 14 + 2),  # three: 128 rows of the epoch are done, 96 of them in two steps
+        (19, 16, 38 + 8),  # one
+    ],
+)
+def test_another_number_of_workers_goes_on_at_the_row(
+    steps: int, step_rows: int, expected: int
+) -> None:
+    position = Position(epoch=2, step=4, step_rows=32)
+    assert position.steps_done(steps, step_rows) == expected
+
+
+def test_a_complete_epoch_is_complete_for_any_number_of_workers() -> None:
+    for steps, step_rows in ((10, 32), (7, 48), (1, 4096)):
+        assert Position(3, 0, 32).steps_done(steps, step_rows) == 3 * steps
+        assert Position(2, 10, 32).steps_done(steps, step_rows) <= 3 * steps
+
+
+def test_the_position_is_read_as_it_was_written(tmp_path: Path) -> None:
+    folder = f"file://{tmp_path}/fit"
+    state = {"model": {}, "optimizer": {"gradwire": 1, "lr": 2}, "attempt": {"losses": [1.0]}}
+    written = Checkpoints(folder, None, 5)
+    for rank in range(2):
+        written.write(12, rank, {**state, "rank": rank})
+    written.finish(12, 2, Position(1, 2, 32, 1))
+    position, read = written.read(1, 2)
+    assert position == Position(1, 2, 32, 1)
+    assert (read["rank"], read["attempt"]) == (1, {"losses": [1.0]})
+    position, read = Checkpoints(None, folder, 5).read(2, 3)
+    assert position == Position(1, 2, 32, 1), "another fit begins with the epoch that it is in"
+    assert (read["rank"], read["optimizer"], "attempt" in read) == (0, {"lr": 2}, False)
+    with pytest.raises(FileNotFoundError, match="there is no checkpoint in /nowhere"):
+        Checkpoints(None, "/nowhere", 5).read(0, 1)

@@ -1,0 +1,246 @@
+"""The driver's view of the workers, without Spark: who failed, who hangs, and whether there is another attempt."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.spark, pytest.mark.torch]
+pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+pytest.importorskip("fsspec", reason="fsspec is not installed")
+
+from gradwire.spark.progress import Progress  # noqa: E402
+from gradwire.spark.session import task_failure  # noqa: E402
+from gradwire.spark.watch import Watch  # noqa: E402
+
+SECRET = bytes(range(32))
+WAIT_S = 30.0
+
+
+class Session:
+    """A classic session, as far as its driver's address goes."""
+
+    @property
+    def sparkContext(self) -> Any:  # noqa: N802
+        return self
+
+    def getConf(self) -> dict[str, str]:  # noqa: N802
+        return {"spark.driver.host": "127.0.0.1"}
+
+
+class Driver:
+    """A driver of two workers, and whether it has ended Spark's job."""
+
+    def __init__(self, retries: int, timeout_s: float = 60.0) -> None:
+        self.cancelled = threading.Event()
+        self.timeout_s = timeout_s
+        self.progress = Progress(
+            Session(),  # type: ignore[arg-type]
+            SECRET,
+            2,
+            timeout_s=timeout_s,
+            retries=retries,
+            cancel=self.cancelled.set,
+        )
+
+    def watch(self, task: int, worker: int) -> Watch:
+        return Watch(self.progress.address, SECRET, (task, worker), self.timeout_s)
+
+    @contextlib.contextmanager
+    def attempt(self, first_task: int) -> Iterator[tuple[Watch, Watch]]:
+        """The workers of one attempt."""
+        watches = self.watch(first_task, 0), self.watch(first_task + 1, 1)
+        yield watches
+        for watch in watches:
+            watch.close()
+
+
+@pytest.fixture
+def make_driver() -> Iterator[Any]:
+    with contextlib.ExitStack() as stack:
+
+        def make(**options: Any) -> Driver:
+            driver = Driver(**options)
+            stack.callback(driver.progress.close)
+            return driver
+
+        yield make
+
+
+def wait_for_log(caplog: pytest.LogCaptureFixture, text: str) -> str:
+    """Return the first log line with a text."""
+    end_s = time.monotonic() + WAIT_S
+    while time.monotonic() < end_s:
+        for record in caplog.records:
+            if text in record.getMessage():
+                return record.getMessage()
+        time.sleep(0.02)
+    raise AssertionError(f"{text!r} was not logged: {caplog.text}")
+
+
+def fail(watch: Watch, text: str, **values: Any) -> None:
+    watch.tell("error", text=text, trace="Traceback of it", **{"is_final": False, **values})
+
+
+def test_an_error_that_every_attempt_would_have_ends_the_training(make_driver: Any) -> None:
+    driver = make_driver(retries=3)
+    with driver.attempt(0) as (_, watch):
+        fail(watch, "ValueError: row 3 has a null", is_final=True)
+        assert driver.cancelled.wait(WAIT_S)
+    failure = "worker 1 failed: ValueError: row 3 has a null", "Traceback of it"
+    assert driver.progress.failure == failure
+    assert not driver.progress.may_repeat()
+
+
+def test_a_failed_attempt_is_logged_and_the_last_one_is_the_error(
+    make_driver: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = make_driver(retries=1)
+    with driver.attempt(0) as (watch, other):
+        fail(watch, "PeerLost: worker 1 on 10.1.1.7 is gone")
+        fail(other, "PeerLost: worker 0 on 10.1.1.6 is gone")  # of the same attempt
+        line = wait_for_log(caplog, "attempt 1 of 2")
+        assert "worker 0 failed: PeerLost: worker 1 on 10.1.1.7 is gone" in line
+    assert driver.progress.failure is None
+    with driver.attempt(2) as (watch, _):
+        fail(watch, "TimeoutError: no message")
+        assert driver.cancelled.wait(WAIT_S)
+    assert driver.progress.failure == (
+        "worker 0 failed: TimeoutError: no message",
+        "Traceback of it",
+    )
+
+
+def test_processes_that_die_without_a_word_are_counted_too(make_driver: Any) -> None:
+    driver = make_driver(retries=1)
+    for first_task in (0, 2, 4):
+        assert not driver.cancelled.is_set()
+        with driver.attempt(first_task):
+            pass
+    assert driver.cancelled.wait(WAIT_S)
+    assert "was killed, or crashed" in driver.progress.failure[0]
+
+
+def test_workers_that_do_not_come_where_all_meet_are_named(
+    make_driver: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = make_driver(retries=1)
+    with driver.attempt(0) as (watch, other):
+        for each in (watch, other, watch):
+            each.tell_wait()
+        other.tell("epoch", row={"epoch": 0, "worker": 1})
+        fail(watch, "LateWorkers: not all workers came", is_late=True)
+        line = wait_for_log(caplog, "attempt 1 of 2")
+        assert "worker 1 on 127.0.0.1 did not come within 60 s: worker 0 failed" in line
+
+
+CHILD = """
+import os, sys, time
+from gradwire.spark.watch import Watch
+watch = Watch(sys.argv[1], bytes(range(32)), (7, 1), float(sys.argv[2]))
+watch.note_start()
+print("here", flush=True)
+def wait_for_a_lock():
+    with watch.busy():
+        time.sleep(1000)
+wait_for_a_lock()
+"""
+
+
+@contextlib.contextmanager
+def worker_process(driver: Driver, timeout_s: float) -> Iterator[subprocess.Popen[bytes]]:
+    """A worker that hangs, in a process of its own."""
+    command = [sys.executable, "-c", CHILD, driver.progress.address, str(timeout_s)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == b"here\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_worker_whose_code_hangs_says_where_and_ends(
+    make_driver: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = make_driver(retries=1)
+    with worker_process(driver, timeout_s=1.0) as process:
+        line = wait_for_log(caplog, "attempt 1 of 2")
+        assert "worker 1 failed: no progress for 1 s in <string>" in line
+        assert "wait_for_a_lock" in line
+        assert process.wait(WAIT_S) == 1
+
+
+@pytest.mark.slow  # ten seconds without a heartbeat
+@pytest.mark.parametrize("retries", [0, 1])
+def test_a_worker_that_stands_still_is_named_and_spark_s_job_ended(
+    make_driver: Any, retries: int
+) -> None:
+    driver = make_driver(retries=retries, timeout_s=5.0)
+    with worker_process(driver, timeout_s=60.0) as process:
+        os.kill(process.pid, signal.SIGSTOP)
+        assert driver.cancelled.wait(WAIT_S)
+    assert driver.progress.may_repeat() == (retries == 1)
+    if not retries:
+        assert driver.progress.failure == ("worker 1 on 127.0.0.1 was silent for 5 s", "")
+
+
+def test_a_hang_shorter_than_the_time_allowed_is_none(
+    make_driver: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "gradwire.spark")
+    driver = make_driver(retries=0, timeout_s=2.0)
+    with driver.attempt(0) as (watch, _):
+        watch.note_start()
+        for _ in range(3):
+            with watch.busy():
+                time.sleep(1.0)
+    assert driver.progress.failure is None
+    assert not caplog.records
+
+
+JAVA_TEXT = """An error occurred while calling o99.toLocalIterator.
+org.apache.spark.SparkException: Job aborted due to stage failure: Stage failed because barrier task finished
+\tat org.apache.spark.Something
+Caused by: org.apache.spark.api.python.PythonException: Traceback (most recent call last):
+  File "worker.py", line 3, in main
+    process()
+gradwire.errors.PeerLost: worker 1 on 10.1.1.7 is gone
+
+\tat org.apache.spark.api.python.BasePythonRunner
+\tat java.base/java.lang.Thread.run
+"""
+
+
+def test_spark_s_error_becomes_one_line_with_the_worker_s_own() -> None:
+    text, trace = task_failure(RuntimeError(JAVA_TEXT))
+    assert text == "a worker failed: gradwire.errors.PeerLost: worker 1 on 10.1.1.7 is gone"
+    assert trace.splitlines()[1:3] == ['  File "worker.py", line 3, in main', "    process()"]
+    crashed = (
+        "job aborted\nbarrier task failed: Python worker exited unexpectedly (crashed): x\n\tat a"
+    )
+    text, trace = task_failure(RuntimeError(crashed))
+    assert (text.count("\n"), trace) == (0, "")
+    assert "crashed" in text
+    assert task_failure(RuntimeError("there is no table x")) == ("", "")
+
+
+def test_a_python_without_gradwire_is_told_with_the_way_out() -> None:
+    java = JAVA_TEXT.replace("gradwire.errors.PeerLost: worker 1 on 10.1.1.7 is gone", "{}")
+    error = RuntimeError(java.format("ModuleNotFoundError: No module named 'gradwire'"))
+    text, _ = task_failure(error)
+    assert "set PYSPARK_PYTHON" in text
+    assert sys.executable in text
+    assert "\n" not in text
