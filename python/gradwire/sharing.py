@@ -393,7 +393,8 @@ class TrainingMaker:
         is_adaptive: whether the updates are an adaptive optimiser's, for the default.
         node: to use; None: one from the environment, closed with the training.
         team: rank and size of the team on this machine; None: from the environment.
-        options: see `ExchangeOptions`; with other defaults of ``apply_residual`` and ``on_straggler``.
+        options: see `ExchangeOptions`; with other defaults of ``apply_residual``, ``limit_outliers`` and
+            ``on_straggler``.
 
     Raises:
         TypeError, ValueError: the options cannot be used.
@@ -414,6 +415,7 @@ class TrainingMaker:
         self._is_own_node = node is None
         self._options: ExchangeOptions = {
             "apply_residual": True,
+            "limit_outliers": True,
             # An asynchronous step waits only for nodes that are far behind, and then not for ever.
             "on_straggler": "raise" if options.get("mode") == "async" else "wait",
             **options,

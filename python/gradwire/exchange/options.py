@@ -83,6 +83,9 @@ class ExchangeOptions(TypedDict, total=False):
     #: what a connected member that sends nothing for ``timeout_s`` leads to: "raise" a `TimeoutError`, "drop" the
     #: member, or "wait" and log its name
     on_straggler: Straggler
+    #: shorten this node's update to the median of all nodes' where it is more than 4 times as long (bad data, a broken
+    #: machine); with reduction="mean" and from 3 nodes on
+    limit_outliers: bool
     min_members: int  #: number of nodes, this node included, below which a step raises `PeerLost`
     timeout_s: float  #: longest wait of one step
     #: longest wait for the peers before the first step, which may load data for long; None: ``timeout_s``
@@ -112,6 +115,7 @@ class Options:
     outer_momentum: float = 0.0
     apply_residual: bool = False
     on_straggler: Straggler = "raise"
+    limit_outliers: bool = False
     min_members: int = 1
     timeout_s: float = 60.0
     start_timeout_s: float | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import json
+import math
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -258,6 +259,7 @@ class Note:
         comparison: number of the step before which all replicas are compared; or None.
         digest: (comparison, digest of the sender's replica then), or None.
         sketch: of the update; or None.
+        norm: of the update before it was shortened; or None.
         written: digest of the parameters that the sender's caller has written before this step; empty: none.
     """
 
@@ -266,7 +268,13 @@ class Note:
     comparison: int | None = None
     digest: tuple[int, str] | None = None
     sketch: Sketch | None = None
+    norm: float | None = None
     written: str = ""
+
+    @property
+    def tells_of_update(self) -> bool:
+        """Whether the note says how the update is to be compared with the other nodes'."""
+        return self.sketch is not None or self.norm is not None
 
     def encode(self) -> bytes:
         """Return the document as bytes."""
@@ -288,6 +296,7 @@ class Note:
                 if document["digest"]
                 else None,
                 None if document["sketch"] is None else Sketch.decode(document["sketch"]),
+                None if document["norm"] is None else _read_norm(document["norm"]),
                 str(document["written"]),
             ),
         )
@@ -349,6 +358,13 @@ def read_run(entry: Any) -> NodeRun:
     """Return a node's run in a document; raise `ValueError` or `TypeError` if it is none."""
     node, incarnation = entry
     return NodeRun(read_number(node), read_number(incarnation))
+
+
+def _read_norm(value: Any) -> float:
+    norm = float(value)
+    if not 0.0 <= norm < math.inf:
+        raise ValueError(f"a norm of {norm}")
+    return norm
 
 
 def _read_team(entry: Any) -> tuple[int, int]:
