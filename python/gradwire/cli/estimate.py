@@ -43,6 +43,7 @@ SPARK_START_S = (
 )  # Spark's workers start, import torch and connect before the first step
 GAIN_MIN = 1.1  # times as fast: less is not worth a change
 LOCAL_GAIN_MIN = 1.25  # the same for local steps, which cost accuracy
+LOCAL_STEPS = (4, 15, 30)
 MEASURE_S = 1.5
 PROCESSOR_SHARE_MAX = 0.25  # of the time, from which a measured rate is that of the processor
 PLOT_DECADES = (6.0, 11.0)  # of the link rate in bit/s
@@ -317,7 +318,7 @@ def seconds(name: str, text: str) -> float:
 
 
 def ways(job: Job, *, is_spark: bool = False) -> list[Way]:
-    """Return two rings, two exchanges in every step, and two kinds of local steps, each with the code to write.
+    """Return two rings, two exchanges in every step, and three of local steps, each with the code to write.
 
     Args:
         job: the question.
@@ -333,7 +334,8 @@ def ways(job: Job, *, is_spark: bool = False) -> list[Way]:
         ),
     ]
     best = cost.topology_of(job)
-    options: list[tuple[Topology, int]] = [("mesh", 1), ("sharded", 1), (best, 4), (best, 20)]
+    options: list[tuple[Topology, int]] = [("mesh", 1), ("sharded", 1)]
+    options += [(best, every) for every in LOCAL_STEPS]
     for topology, every in options:
         name = f"{every} local steps, {topology}" if every > 1 else str(topology)
         # Only what is not the default anyway.
@@ -353,6 +355,7 @@ def advice(candidates: Sequence[Way]) -> str:
     rival = half if half.cost.speedup_over(plain.cost) >= GAIN_MIN else plain
     best = min(candidates[2:4], key=lambda way: way.cost.step_s)
     for way in candidates[4:]:
+        # More local steps than before have to pay again.
         gain = way.cost.speedup_over(rival.cost)
         best_gain = best.cost.speedup_over(rival.cost)
         if gain > LOCAL_GAIN_MIN * best_gain or gain >= GAIN_MIN > best_gain:
