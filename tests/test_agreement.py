@@ -273,3 +273,28 @@ def test_local_steps_have_no_factor() -> None:
         return share.agreement.factor
 
     assert run_cluster(work, count=2, seed=1) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "sizes", [[], [0], [5], [16, 1, 0, 40_000], [1_000_000], [999, 70_001, 3, 2_000_000, 17]]
+)
+def test_a_sample_is_of_the_same_places_everywhere_and_of_all_where_they_are_few(
+    sizes: list[int],
+) -> None:
+    numbers = np.arange(sum(sizes), dtype=np.float64)
+    arrays = np.split(numbers, np.cumsum(sizes)[:-1]) if sizes else []
+    sample = sample_of(arrays)
+    assert np.array_equal(sample, sample_of([array.copy() for array in arrays]))
+    assert len(np.unique(sample)) == len(sample)
+    if sum(sizes) < 1 << 16:
+        assert np.array_equal(sample, numbers)
+    else:
+        assert 1 << 15 < len(sample) < 1 << 17
+        # No stretch is left out.
+        span = 64 * (sum(sizes) // (1 << 16) | 1)
+        assert np.diff(np.sort(sample)).max() <= 2 * span
+
+
+def test_a_sample_reaches_every_column_of_a_matrix() -> None:
+    columns = np.tile(np.arange(1_024, dtype=np.float32), (2_000, 1))
+    assert len(np.unique(sample_of([columns]))) == 1_024

@@ -13,6 +13,7 @@ from __future__ import annotations
 import base64
 import math
 import statistics
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
@@ -20,11 +21,12 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from .arrays import on_host
+from .arrays import device_of, on_host
 
 __all__ = ["Agreement", "Sketch", "checked_state", "sample_of"]
 
 _SAMPLE_NUMEL = 1 << 16
+_BLOCK_NUMEL = 64
 _BUCKETS = 512
 _LARGEST = 1e100  # squares of it are finite
 
@@ -89,13 +91,25 @@ class Sketch(NamedTuple):
 def sample_of(arrays: Sequence[Any]) -> NDArray[np.float64]:
     """Return about 65,536 elements at regular distances, or all of fewer; the same places for equal shapes."""
     sizes = [math.prod(array.shape) for array in arrays]
-    # An odd distance does not stay in the same columns of a matrix.
-    distance = (sum(sizes) // _SAMPLE_NUMEL) | 1
-    samples = []
+    # Single elements, each of another page, would take half as long as an encode. An odd number of blocks does not stay
+    # in the same columns of a matrix.
+    blocks = (sum(sizes) // _SAMPLE_NUMEL) | 1
+    span = _BLOCK_NUMEL * blocks
+    parts = []
     start = 0
     for array, size in zip(arrays, sizes, strict=True):
-        samples.append(np.asarray(on_host(array.reshape(-1)[start::distance]), np.float64))
-        start = (start - size) % distance
+        flat = array.reshape(-1)
+        if blocks == 1:
+            parts.append(flat)
+            continue
+        end = start + max(size - start, 0) // span * span
+        parts.append(flat[start:end].reshape(-1, span)[:, :_BLOCK_NUMEL].reshape(-1))
+        parts.append(flat[end : end + _BLOCK_NUMEL])
+        # Where the next block begins, in the next array.
+        start = end + span * (end < size) - size
+    if device_of(parts) >= 0:
+        parts = [sys.modules["torch"].cat(parts)]  # one copy from the device
+    samples = [np.asarray(on_host(part), np.float64) for part in parts]
     return np.concatenate(samples) if samples else np.zeros(0)
 
 
@@ -150,7 +164,10 @@ class Agreement:
         squares = float(sum(np.square(sample).sum() for sample in listed))
         # An update that is not finite is refused, or sent without these elements: it says nothing about agreement.
         if listed and squares < _LARGEST:
-            sketch = Sketch(len(listed), squares, _sums_of(sum(listed[1:], start=listed[0])))
+            buckets = np.zeros(_BUCKETS)
+            if self.is_on:
+                buckets = _sums_of(sum(listed[1:], start=listed[0]))
+            sketch = Sketch(len(listed), squares, buckets)
             # As the others get it: all nodes have to compute the same factor.
             self._own = Sketch.decode(sketch.encode())
 
