@@ -55,6 +55,7 @@ class Setting:
     Attributes:
         batch: sequences of a step, over all nodes.
         scale: factor of all learning rates: small models take higher ones.
+        density: of gradwire's messages; 0.0: the default, which is higher for small models.
     """
 
     nodes: int = 8
@@ -64,19 +65,22 @@ class Setting:
     context: int = 64
     batch: int = 32
     scale: float = 1.0
+    density: float = 0.0
 
 
-def recipes(nodes: int, local_steps: Sequence[int] = LOCAL_STEPS) -> dict[str, Any]:
+def recipes(setting: Setting, local_steps: Sequence[int] = LOCAL_STEPS) -> dict[str, Any]:
     """Return all recipes by name: functions of a task, the nodes, the steps and a rate."""
     import recipes as made
 
+    mesh = partial(made.Gradwire, density=setting.density or None)
+    muon = partial(made.GradwireMuon, density=setting.density or None)
     table: dict[str, Any] = {
         "ddp": made.Dense,
         "powersgd-2": partial(made.PowerSGD, rank=2),
         "powersgd-4": partial(made.PowerSGD, rank=4),
         "demo": made.DeMo,
-        "gradwire": made.Gradwire,
-        "gradwire-sharded": partial(made.Gradwire, owners=nodes),
+        "gradwire": mesh,
+        "gradwire-sharded": partial(mesh, owners=setting.nodes),
     }
     for every in local_steps:
         table |= {
@@ -85,9 +89,9 @@ def recipes(nodes: int, local_steps: Sequence[int] = LOCAL_STEPS) -> dict[str, A
             f"sparseloco@{every}": partial(made.SparseLoCo, every=every, over_senders=False),
             f"sparseloco-senders@{every}": partial(made.SparseLoCo, every=every, over_senders=True),
             f"muloco@{every}": partial(made.MuLoCo, every=every),
-            f"gradwire@{every}": partial(made.Gradwire, every=every),
-            f"gradwire-sharded@{every}": partial(made.Gradwire, every=every, owners=nodes),
-            f"gradwire-muon@{every}": partial(made.GradwireMuon, every=every),
+            f"gradwire@{every}": partial(mesh, every=every),
+            f"gradwire-sharded@{every}": partial(mesh, every=every, owners=setting.nodes),
+            f"gradwire-muon@{every}": partial(muon, every=every),
         }
     return table
 
@@ -239,7 +243,7 @@ def main() -> None:
         setting = replace(setting, nodes=nodes)
         trainings = Trainings(setting, task_of(setting, 256), options.results)
         points.clear()
-        for name, make in recipes(nodes, local_steps).items():
+        for name, make in recipes(setting, local_steps).items():
             if not any(fnmatch.fnmatchcase(name, pattern) for pattern in options.only):
                 continue
             rate, results = trainings.at_best_rate(name, make, range(options.seeds))

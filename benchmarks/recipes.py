@@ -19,6 +19,7 @@ from training.tasks import Batch, Task
 
 import gradwire as gw
 from gradwire.agreement import Agreement, sample_of
+from gradwire.exchange.options import training_defaults
 from gradwire.policy import default_policy
 
 CLIP_NORM, WEIGHT_DECAY, WARMUP_STEPS = 1.0, 0.1, 40
@@ -441,7 +442,7 @@ class Gradwire(LocalSteps):
     Args:
         every: steps between exchanges.
         owners: of the sharded exchange; 0: the mesh.
-        density, owner_density: None: the default.
+        density, owner_density, outer_momentum: None: the defaults of ``share``.
     """
 
     def __init__(
@@ -451,12 +452,12 @@ class Gradwire(LocalSteps):
         owners: int = 0,
         density: float | None = None,
         owner_density: float | None = None,
-        outer_momentum: float = 0.0,
+        outer_momentum: float | None = None,
         **options: Any,
     ) -> None:
         super().__init__(*where, every=every, **options)
         is_adaptive = options.get("inner") is not sgd
-        policy = default_policy(self.numel, is_adaptive=is_adaptive)
+        policy = default_policy(self.numel, is_adaptive=is_adaptive, every=every)
         policy = policy if density is None else gw.TargetDensity(density)
         self.partition = gw.Partition(self.numel, owners) if owners else None
         self.encoders = [gw.Encoder(self.numel, policy) for _ in range(self.nodes)]
@@ -464,6 +465,8 @@ class Gradwire(LocalSteps):
         sizes = self.partition.sizes if self.partition else ()
         self.owners = [gw.Encoder(size, owners_policy) for size in sizes]
         self.begins = [self._shared.clone() for _ in range(self.nodes)]
+        if outer_momentum is None:
+            outer_momentum = training_defaults({"every": every})["outer_momentum"]
         self.outer_momentum, self.velocity = outer_momentum, torch.zeros(self.numel)
         self.agreement = Agreement(is_needed=every == 1 and is_adaptive)
         self.agreement.start()

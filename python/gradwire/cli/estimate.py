@@ -98,7 +98,8 @@ def run(arguments: argparse.Namespace) -> int:
     except (ValueError, OSError) as error:
         print(f"gradwire estimate: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    candidates = ways(job, is_spark=arguments.spark)
+    is_default = arguments.density is None
+    candidates = ways(job, is_spark=arguments.spark, has_default_density=is_default)
     crossover = cost.crossover(job)
     sentences = [advice(candidates)]
     if math.isfinite(crossover):
@@ -133,7 +134,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(
         f"{job.elements:,} parameters, {job.nodes} nodes, {_time(job.step_s)} of computation, "
         f"{_rate(job.link_bytes_per_s)}, {_time(job.latency_s)} one way, density {job.density:.3g}"
-        f"{' (share with ' + arguments.optimizer + ')' if arguments.density is None else ''}\n\n"
+        f"{' (share with ' + arguments.optimizer + ')' if is_default else ''}\n\n"
         f"{'':24}{'step':>10}{'sent':>11}{'received':>11}{'speed-up':>10}  limited by"
     )
     for row in rows:
@@ -317,12 +318,13 @@ def seconds(name: str, text: str) -> float:
 # ---- the answer ------------------------------------------------------------------------------------------------------
 
 
-def ways(job: Job, *, is_spark: bool = False) -> list[Way]:
+def ways(job: Job, *, is_spark: bool = False, has_default_density: bool = False) -> list[Way]:
     """Return two rings, two exchanges in every step, and three of local steps, each with the code to write.
 
     Args:
         job: the question.
         is_spark: write the code for Spark.
+        has_default_density: the density is what ``share`` chooses, which may be higher with local steps.
     """
     is_sharded = Options.of({}).is_sharded(job.nodes, job.elements)
     candidates = [
@@ -345,7 +347,9 @@ def ways(job: Job, *, is_spark: bool = False) -> list[Way]:
             code = f"TorchEstimator(..., training=SharedTraining({', '.join(chosen)}))"
         else:
             code = f"gradwire.torch.share({', '.join(['model', 'optimizer', *chosen])})"
-        candidates.append(Way(name, cost.exchange(job, topology, every=every), code))
+        local = default_policy(job.elements, every=every).density if has_default_density else 0.0
+        with_density = replace(job, density=max(job.density, local))
+        candidates.append(Way(name, cost.exchange(with_density, topology, every=every), code))
     return candidates
 
 

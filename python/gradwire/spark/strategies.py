@@ -6,7 +6,7 @@ import ipaddress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from ..exchange.options import ExchangeOptions, Options
+from ..exchange.options import ExchangeOptions, Options, training_defaults
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -31,9 +31,9 @@ class SharedTraining:
 
     Args:
         exchange: see `ExchangeOptions`: such as ``mode="async"``, or ``every=4, overlap=1``. The
-            workers' models hold their residuals by default (``apply_residual``), and outliers are limited
-            (``limit_outliers``). The estimator itself sets ``min_peers``, ``min_members``, ``on_straggler`` and
-            ``role``.
+            workers' models hold their residuals by default (``apply_residual``), outliers are limited
+            (``limit_outliers``), and from ``every=15`` on ``outer_momentum`` is 0.5. The estimator itself sets
+            ``min_peers``, ``min_members``, ``on_straggler`` and ``role``.
 
     Attributes:
         threshold: a threshold policy, or a number; None: the default of `gradwire.torch.share`.
@@ -76,7 +76,7 @@ class SharedTraining:
             "port": port,
             "network_mask": network_mask,
             "workers_per_node": workers_per_node,
-            "options": Options.of({"apply_residual": True, "limit_outliers": True, **exchange}),
+            "options": Options.of({**training_defaults(exchange), **exchange}),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)  # the class is frozen

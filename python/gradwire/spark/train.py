@@ -230,7 +230,10 @@ class SharedTrainer:
         self.exchange: AnyExchange
         if node is not None:
             groups = Groups.of(
-                parameters_of(optimizer), training.threshold, is_adaptive=is_adaptive(optimizer)
+                parameters_of(optimizer),
+                training.threshold,
+                is_adaptive=is_adaptive(optimizer),
+                every=training.options.every,
             )
             options: dict[str, Any] = {**asdict(training.options), "min_peers": machines - 1}
             self.exchange = lead = Exchange(groups, node, **options)
