@@ -171,12 +171,12 @@ def rows_of(name: str, group: str, rate: float, results: list[dict[str, float]])
     """Return the row of a recipe."""
     losses = [result["loss"] for result in results]
     nbytes = statistics.mean(result["bytes"] for result in results)
-    note = f"{min(losses):.3f} to {max(losses):.3f}" if len(losses) > 1 else ""
     mean = statistics.mean(losses)
+    note = f"{min(losses):.3f} to {max(losses):.3f}" if len(losses) > 1 else f"{mean:.3f}"
     return [
         Row(group, name, "loss", mean, mean, note=note),
         Row(group, name, "bytes per 1,000 parameters and step", 1e3 * nbytes, 1e3 * nbytes),
-        Row(group, name, "learning rate", rate, rate, note=f"{rate:g}"),
+        Row(group, name, "learning rate", rate, rate),
     ]
 
 
@@ -237,7 +237,11 @@ def main() -> None:
     if options.smoke:
         setting, local_steps = Setting(0, 6, 16, 2, 8, 8), (2,)
         options.nodes, options.seeds = [4], 1
-    report = Report("frontier", asdict(setting), void="smoke test" if options.smoke else "")
+    report = Report(
+        "frontier",
+        asdict(setting) | {"nodes": options.nodes},
+        void="smoke test" if options.smoke else "",
+    )
     points: dict[str, tuple[float, float]] = {}
     for nodes in options.nodes:
         setting = replace(setting, nodes=nodes)
