@@ -523,6 +523,7 @@ class Gradwire(LocalSteps):
         sketches = []
         for update in updates:
             own = Agreement()
+            own.start()
             own.measure([sample_of(split(torch.from_numpy(update), self.shapes))])
             sketches += filter(None, [own.take_own()])
         self.agreement.add(sketches)
