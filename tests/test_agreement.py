@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 import gradwire as gw
 from gradwire.agreement import Agreement, Sketch, sample_of
+from gradwire.exchange.protocol import Note
 
 from .exchange.cluster import FakeNode, run_cluster
 
@@ -139,6 +141,126 @@ def test_a_checkpoint_and_a_late_node_have_the_factor(apply_residual: bool) -> N
     assert states[2][0] == [] or states[2][0][0] > 0.0
 
 
+# ---- outliers --------------------------------------------------------------------------------------------------------
+
+BAD_STEP, BAD_RANK, BAD_FACTOR = 41, 1, 1_000.0
+NUMEL = 2_000
+
+
+def trained(nodes: int, factor_at: Any, **options: Any) -> list[tuple[np.ndarray, int]]:
+    """Return every node's shared parameters after all steps, and how many of its updates were shortened.
+
+    Args:
+        nodes: number of nodes.
+        factor_at: of a rank and a step: what the node's update of that step is multiplied by.
+        options: of the exchange.
+    """
+
+    def work(node: FakeNode, rank: int) -> tuple[np.ndarray, int]:
+        policy = gw.TargetDensity(0.05)
+        share = gw.Exchange(gw.Encoder(NUMEL, policy), node, min_peers=nodes - 1, **options)
+        params = np.zeros(NUMEL, np.float32)
+        share.join(params)
+        for step in range(STEPS):
+            params += np.float32(factor_at(rank, step)) * updates(0.5, nodes, NUMEL, step)[rank]
+            share.step_moved(params)
+        share.leave(params)
+        return share.shared(params)[0], share.stats.shortened
+
+    return run_cluster(work, count=nodes, seed=4)
+
+
+def outliers_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    messages = [record.getMessage() for record in caplog.records]
+    return [message for message in messages if "bad data or a broken machine" in message]
+
+
+def bad_once(rank: int, step: int) -> float:
+    return BAD_FACTOR if (rank, step) == (BAD_RANK, BAD_STEP) else 1.0
+
+
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"apply_residual": True},
+    {"topology": "sharded", "apply_residual": True},
+    {"overlap": 1},
+    {"every": 3, "outer_momentum": 0.5},
+    {"codec": "dense"},
+    {"mode": "async", "apply_residual": True},
+]
+
+
+@pytest.mark.parametrize("options", WAYS, ids=str)
+def test_a_node_with_one_broken_update_does_not_move_the_others(
+    options: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "gradwire")
+    good = trained(3, lambda _rank, _step: 1.0, limit_outliers=True, **options)
+    assert [count for _, count in good] == [0, 0, 0]
+    assert outliers_in(caplog) == []
+    limited = trained(3, bad_once, limit_outliers=True, **options)
+    assert [count for _, count in limited] == [0, 1, 0]
+    distance = float(np.linalg.norm(limited[0][0] - good[0][0]))
+    assert distance < 0.25 * np.linalg.norm(good[0][0])
+    if options.get("mode") != "async":
+        assert all(np.array_equal(params, limited[0][0]) for params, _ in limited)
+        names = [text.partition("the update of ")[2].split()[0] for text in outliers_in(caplog)]
+        assert sorted(names) == ["127.0.0.1:1020", "127.0.0.1:1020", "this"]
+    free = trained(3, bad_once, **options)
+    assert np.linalg.norm(free[0][0] - good[0][0]) > 5.0 * np.linalg.norm(good[0][0])
+
+
+def test_a_node_that_is_always_far_too_long_is_shortened_always_and_named_seldom(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING, "gradwire")
+    results = trained(
+        4, lambda rank, _step: 100.0 if rank == BAD_RANK else 1.0, limit_outliers=True
+    )
+    # The first update has no norms to be compared with.
+    assert [count for _, count in results] == [0, STEPS - 1, 0, 0]
+    assert len(outliers_in(caplog)) == 4 * (1 + int(math.log2(STEPS)))
+
+
+def test_steps_that_grow_on_all_nodes_are_whole_again_after_a_few(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.ERROR, "gradwire")
+
+    # A rate that is 0 at first, and jumps later.
+    def factor_at(_rank: int, step: int) -> float:
+        return 0.0 if step == 0 else 1.0 if step < 45 else 50.0
+
+    for _, count in trained(3, factor_at, limit_outliers=True):
+        assert 1 <= count <= 4
+
+
+@pytest.mark.parametrize(
+    ("nodes", "options"), [(2, {}), (3, {"reduction": "sum"})], ids=["two nodes", "a sum"]
+)
+def test_neither_two_nodes_nor_a_sum_have_outliers(nodes: int, options: Any) -> None:
+    results = trained(nodes, bad_once, limit_outliers=True, **options)
+    assert [count for _, count in results] == [0] * nodes
+    assert np.linalg.norm(results[0][0]) > 100.0
+
+
+def test_share_limits_outliers_unless_it_is_told_not_to() -> None:
+    weights = np.zeros(3, np.float32)
+    with gw.share(weights) as shared:
+        assert shared.exchange.agreement.limits_norms
+    with gw.share(weights, limit_outliers=False) as shared:
+        assert not shared.exchange.agreement.limits_norms
+
+
+@pytest.mark.parametrize("norm", [-1.0, math.nan, math.inf, "x", []])
+def test_a_note_with_a_norm_that_is_none_is_refused(norm: Any) -> None:
+    document = json.loads(Note(norm=2.5).encode())
+    assert Note.decode(memoryview(json.dumps(document).encode())).norm == 2.5
+    document["norm"] = norm
+    with pytest.raises(gw.MessageError, match="cannot be read"):
+        Note.decode(memoryview(json.dumps(document).encode()))
+
+
 def test_local_steps_have_no_factor() -> None:
     def work(node: FakeNode, rank: int) -> float:
         share = gw.Exchange(gw.Encoder(100, 0.01), node, min_peers=1, every=2)
@@ -151,3 +273,28 @@ def test_local_steps_have_no_factor() -> None:
         return share.agreement.factor
 
     assert run_cluster(work, count=2, seed=1) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "sizes", [[], [0], [5], [16, 1, 0, 40_000], [1_000_000], [999, 70_001, 3, 2_000_000, 17]]
+)
+def test_a_sample_is_of_the_same_places_everywhere_and_of_all_where_they_are_few(
+    sizes: list[int],
+) -> None:
+    numbers = np.arange(sum(sizes), dtype=np.float64)
+    arrays = np.split(numbers, np.cumsum(sizes)[:-1]) if sizes else []
+    sample = sample_of(arrays)
+    assert np.array_equal(sample, sample_of([array.copy() for array in arrays]))
+    assert len(np.unique(sample)) == len(sample)
+    if sum(sizes) < 1 << 16:
+        assert np.array_equal(sample, numbers)
+    else:
+        assert 1 << 15 < len(sample) < 1 << 17
+        # No stretch is left out.
+        span = 64 * (sum(sizes) // (1 << 16) | 1)
+        assert np.diff(np.sort(sample)).max() <= 2 * span
+
+
+def test_a_sample_reaches_every_column_of_a_matrix() -> None:
+    columns = np.tile(np.arange(1_024, dtype=np.float32), (2_000, 1))
+    assert len(np.unique(sample_of([columns]))) == 1_024

@@ -39,7 +39,8 @@ def test_the_table_compares_every_way_with_a_dense_ring(capsys: pytest.CaptureFi
         "mesh",
         "sharded",
         "4 local steps, sharded",
-        "20 local steps, sharded",
+        "15 local steps, sharded",
+        "30 local steps, sharded",
     ]
     assert [name for name, step, *_ in rows if not step] == ["PowerSGD, rank 4"]
     assert re.search(r"^dense ring, float32 .* 1\.00x  link$", out, re.M)
@@ -78,7 +79,7 @@ def test_the_advice_agrees_with_the_table(
 def test_slow_links_get_local_steps_and_fast_ones_no_gradwire(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert "every=20" in estimate(capsys, *SIZE, "--link", "1Mbit").splitlines()[-2]
+    assert "every=30" in estimate(capsys, *SIZE, "--link", "1Mbit").splitlines()[-2]
     two = [
         "--params",
         "1e6",
@@ -91,7 +92,7 @@ def test_slow_links_get_local_steps_and_fast_ones_no_gradwire(
         "--density",
         "0.5",
     ]
-    assert "every=20" in estimate(capsys, *two)
+    assert "every=30" in estimate(capsys, *two)
     out = estimate(capsys, *SIZE, "--link", "1Gbit", "--workers", "4")
     assert "write gradwire.torch.share(model, optimizer)" in out, "ranks find their team"
     out = estimate(capsys, *SIZE, "--link", "100Gbit")
@@ -136,9 +137,9 @@ def test_the_density_is_the_one_that_share_chooses(
 
 def test_the_advice_is_a_call_of_share(capsys: pytest.CaptureFixture[str]) -> None:
     out = estimate(capsys, *SIZE, "--link", "1Mbit")
-    assert "write gradwire.torch.share(model, optimizer, every=20)." in out
+    assert "write gradwire.torch.share(model, optimizer, every=30)." in out
     small = ["--params", "25M", "--step", "0.2", "--nodes", "3", "--link", "10Mbit"]
-    assert 'share(model, optimizer, topology="sharded", every=20)' in estimate(capsys, *small)
+    assert 'share(model, optimizer, topology="sharded", every=15)' in estimate(capsys, *small)
 
 
 def test_spark_starts_first_and_is_not_worth_it_for_short_trainings(

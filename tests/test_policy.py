@@ -418,6 +418,8 @@ def test_adaptive_optimisers_and_small_models_have_a_higher_default_density() ->
     assert default_policy(1_250_000, is_adaptive=True).density == pytest.approx(0.0632, abs=1e-4)
     assert default_policy(1) == default_policy(1, is_adaptive=True) == TargetDensity(0.08)
     assert default_policy(0) == TargetDensity(0.01)
+    assert default_policy(10**9, every=14) == TargetDensity(0.01)
+    assert default_policy(10**9, every=15) == TargetDensity(0.05)
 
 
 def test_small_tensors_of_a_model_are_denser_and_other_policies_stay_as_they_are() -> None:

@@ -97,23 +97,22 @@ class Digits(Task):
 
 
 class Transformer(nn.Module):
-    """A decoder of pre-normalised blocks: 5.6 million parameters."""
+    """A decoder of pre-normalised blocks, by default with 5.6 million parameters."""
 
-    SYMBOLS, CONTEXT, WIDTH, HEADS, LAYERS = 128, 32, 256, 4, 7
+    SYMBOLS, HEADS = 128, 4
 
-    def __init__(self) -> None:
+    def __init__(self, context: int = 32, width: int = 256, layers: int = 7) -> None:
         super().__init__()
-        self.symbols = nn.Embedding(self.SYMBOLS, self.WIDTH)
-        self.places = nn.Embedding(self.CONTEXT, self.WIDTH)
-        sizes, options = (self.WIDTH, self.HEADS, 4 * self.WIDTH, 0.0, "gelu"), {"norm_first": True}
+        self.symbols = nn.Embedding(self.SYMBOLS, width)
+        self.places = nn.Embedding(context, width)
+        sizes, options = (width, self.HEADS, 4 * width, 0.0, "gelu"), {"norm_first": True}
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(*sizes, **options, batch_first=True)
-            for _ in range(self.LAYERS)
+            nn.TransformerEncoderLayer(*sizes, **options, batch_first=True) for _ in range(layers)
         )
-        self.norm = nn.LayerNorm(self.WIDTH)
-        self.head = nn.Linear(self.WIDTH, self.SYMBOLS)
-        mask = nn.Transformer.generate_square_subsequent_mask(self.CONTEXT)
-        self.register_buffer("mask", mask)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, self.SYMBOLS)
+        mask = nn.Transformer.generate_square_subsequent_mask(context)
+        self.register_buffer("mask", mask, persistent=False)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
         """Return logits of the next symbol at every place: float32[sequences, places, symbols]."""
@@ -126,31 +125,35 @@ class Transformer(nn.Module):
 class Text(Task):
     """The documentation that ``help()`` shows, as ASCII: English prose that comes with every Python."""
 
-    BATCH, HELD_OUT = 2, 32
+    BATCH, HELD_OUT, CONTEXT = 2, 32, 32
     learning_rate, target, clip_norm, outer_momentum = 0.1, 2.3, 1.0, 0.5
     # The gradients of four nodes are independent: their mean has half their norm (Lin et al. 2018, section 3.2).
     node_clip_norm = 2.0
 
     def __init__(self) -> None:
-        from pydoc_data.topics import topics
-
-        text = "\n".join(topics[name] for name in sorted(topics)).encode("ascii", "replace")
+        text = self.text().encode("ascii", "replace")
         self._symbols = torch.from_numpy(np.int64(np.frombuffer(text, np.uint8)))
-        self._training, last = len(text) * 9 // 10, len(text) - Transformer.CONTEXT - 2
+        self._training, last = len(text) * 9 // 10, len(text) - self.CONTEXT - 2
         starts = torch.linspace(self._training, last, self.HELD_OUT, dtype=torch.int64)
         self.held_out = self._sequences(starts)
+
+    def text(self) -> str:
+        """Return all text, training and held out."""
+        from pydoc_data.topics import topics
+
+        return "\n".join(topics[name] for name in sorted(topics))
 
     def model(self) -> nn.Module:
         return Transformer()
 
     def batch(self, seed: int, rank: int, step: int) -> Batch:
-        latest = self._training - Transformer.CONTEXT - 1
+        latest = self._training - self.CONTEXT - 1
         generator = self.generator(seed, rank, step)
         return self._sequences(torch.randint(latest, (self.BATCH,), generator=generator))
 
     def _sequences(self, starts: torch.Tensor) -> Batch:
         """Return sequences, and the same shifted by one."""
-        length = Transformer.CONTEXT + 1
+        length = self.CONTEXT + 1
         windows = torch.stack([self._symbols[start : start + length] for start in starts])
         return windows[:, :-1], windows[:, 1:]
 

@@ -12,18 +12,21 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Iterable, Sequence
+import statistics
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .arrays import on_host
+from .arrays import device_of, on_host
 
 __all__ = ["Agreement", "Sketch", "checked_state", "sample_of"]
 
 _SAMPLE_NUMEL = 1 << 16
+_BLOCK_NUMEL = 64
 _BUCKETS = 512
 _LARGEST = 1e100  # squares of it are finite
 
@@ -31,6 +34,12 @@ _LARGEST = 1e100  # squares of it are finite
 _DENSE_STEPS = 32
 _EVERY = 4
 _DECAY = 0.9
+
+# How many times the median of the nodes' norms an update may have, and the fewest norms whose median tells an outlier.
+_LONGEST = 4.0
+_NORMS_MIN = 3
+
+_Name = TypeVar("_Name")
 
 # Odd constants of the splitmix64 generator: all nodes need the same signs, whatever their version of NumPy.
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -58,6 +67,15 @@ class Sketch(NamedTuple):
         text = base64.b64encode(quantized.tobytes()).decode()
         return [self.updates, self.squares, scale, text]
 
+    @property
+    def norm(self) -> float:
+        """The norm of the update; with several, the root of their mean square."""
+        return math.sqrt(self.squares / self.updates)
+
+    def scaled(self, factor: float) -> Sketch:
+        """Return the sketch of the update times a factor."""
+        return Sketch(self.updates, self.squares * factor**2, self.buckets * factor)
+
     @staticmethod
     def decode(document: Any) -> Sketch:
         """Return the sketch; raise `ValueError` if the values are none."""
@@ -73,29 +91,46 @@ class Sketch(NamedTuple):
 def sample_of(arrays: Sequence[Any]) -> NDArray[np.float64]:
     """Return about 65,536 elements at regular distances, or all of fewer; the same places for equal shapes."""
     sizes = [math.prod(array.shape) for array in arrays]
-    # An odd distance does not stay in the same columns of a matrix.
-    distance = (sum(sizes) // _SAMPLE_NUMEL) | 1
-    samples = []
+    # Single elements, each of another page, would take half as long as an encode. An odd number of blocks does not stay
+    # in the same columns of a matrix.
+    blocks = (sum(sizes) // _SAMPLE_NUMEL) | 1
+    span = _BLOCK_NUMEL * blocks
+    parts = []
     start = 0
     for array, size in zip(arrays, sizes, strict=True):
-        samples.append(np.asarray(on_host(array.reshape(-1)[start::distance]), np.float64))
-        start = (start - size) % distance
+        flat = array.reshape(-1)
+        if blocks == 1:
+            parts.append(flat)
+            continue
+        end = start + max(size - start, 0) // span * span
+        parts.append(flat[start:end].reshape(-1, span)[:, :_BLOCK_NUMEL].reshape(-1))
+        parts.append(flat[end : end + _BLOCK_NUMEL])
+        # Where the next block begins, in the next array.
+        start = end + span * (end < size) - size
+    if device_of(parts) >= 0:
+        parts = [sys.modules["torch"].cat(parts)]  # one copy from the device
+    samples = [np.asarray(on_host(part), np.float64) for part in parts]
     return np.concatenate(samples) if samples else np.zeros(0)
 
 
 class Agreement:
-    """Measures the agreement of the members' updates, by their sketches.
+    """Measures the agreement of the members' updates, by their sketches, and which of them is far too long.
 
     Args:
         is_needed: False: ``start`` does nothing, and the factor stays 1.
+        limits_norms: whether an update that is far longer than the members' are is to be shortened.
 
     Attributes:
-        is_on: whether updates are measured.
+        is_on: whether the factor is measured.
+        limits_norms: as given.
     """
 
-    def __init__(self, *, is_needed: bool = True) -> None:
+    def __init__(self, *, is_needed: bool = True, limits_norms: bool = False) -> None:
         self.is_on = False
+        self.limits_norms = limits_norms
         self._is_needed = is_needed
+        self._median = 0.0  # of the members' norms; 0.0: unknown
+        self._shortened = 0
         self._own: Sketch | None = None
         # Means over steps, both multiplied by the same number: of the updates' squared norms, and of the squared norm
         # of their mean.
@@ -116,12 +151,12 @@ class Agreement:
         return min(max(factor, 1.0), math.sqrt(self._updates))
 
     def takes(self, step: int) -> bool:
-        """Return whether the updates of ``step`` are measured."""
-        return self.is_on and (step < _DENSE_STEPS or step % _EVERY == 0)
+        """Return whether the members tell each other of their updates of ``step``."""
+        return (self.is_on or self.limits_norms) and (step < _DENSE_STEPS or step % _EVERY == 0)
 
     def is_due(self, step: int) -> bool:
         """Return whether this node's update of ``step`` is still to be measured."""
-        return self._own is None and self.takes(step)
+        return self._own is None and (self.limits_norms or self.takes(step))
 
     def measure(self, samples: Iterable[NDArray[np.float64]]) -> None:
         """Sketch this node's update of the next step, or its workers' updates, from a sample of each."""
@@ -129,7 +164,10 @@ class Agreement:
         squares = float(sum(np.square(sample).sum() for sample in listed))
         # An update that is not finite is refused, or sent without these elements: it says nothing about agreement.
         if listed and squares < _LARGEST:
-            sketch = Sketch(len(listed), squares, _sums_of(sum(listed[1:], start=listed[0])))
+            buckets = np.zeros(_BUCKETS)
+            if self.is_on:
+                buckets = _sums_of(sum(listed[1:], start=listed[0]))
+            sketch = Sketch(len(listed), squares, buckets)
             # As the others get it: all nodes have to compute the same factor.
             self._own = Sketch.decode(sketch.encode())
 
@@ -150,6 +188,31 @@ class Agreement:
         self._squares = _DECAY * self._squares + squares
         self._mean_squares = _DECAY * self._mean_squares + mean_squares
         self._updates = updates
+
+    def shorten(self, norm: float) -> float:
+        """Return the factor of this node's update of a norm: 1, or what makes it as long as the members' median.
+
+        A factor below 1 is counted.
+        """
+        if not self.limits_norms or not self._is_outlier(norm):
+            return 1.0
+        self._shortened += 1
+        return self._median / norm
+
+    def drain_shortened(self) -> int:
+        """Return how many updates were shortened since the call before."""
+        count = self._shortened
+        self._shortened = 0
+        return count
+
+    def add_norms(self, norms: Mapping[_Name, float]) -> list[_Name]:
+        """Take the norms of all members' updates of a step; return those whose update is far too long."""
+        # Two norms do not tell which of them is the outlier.
+        self._median = statistics.median(norms.values()) if len(norms) >= _NORMS_MIN else 0.0
+        return [name for name, norm in norms.items() if self._is_outlier(norm)]
+
+    def _is_outlier(self, norm: float) -> bool:
+        return norm > _LONGEST * self._median > 0.0
 
     def state(self) -> list[float]:
         """Return what the factor is made of, for checkpoints and newcomers."""

@@ -75,6 +75,7 @@ _UNKNOWN = 1.0
 _HEADER_BYTES = 48
 # The default densities, measured in docs/performance.md. Adaptive optimisers make the updates of all elements about as
 # large: what is sent late is missed more.
+MANY_LOCAL_STEPS = 15  # between exchanges, from which on the defaults are others
 _DENSITY = 0.01
 _ADAPTIVE_DENSITY = 0.05
 # Smaller models have a higher density, because their messages are small anyway.
@@ -618,7 +619,7 @@ class ResidualClip:
         return (step + 1) % self.every == 0
 
 
-def default_policy(numel: int, *, is_adaptive: bool = False) -> TargetDensity:
+def default_policy(numel: int, *, is_adaptive: bool = False, every: int = 1) -> TargetDensity:
     """Return the policy of a model of ``numel`` elements for which none is given.
 
     This is the one rule of default densities, for encoders, ``Groups.of``, ``share``, the hook for
@@ -628,11 +629,14 @@ def default_policy(numel: int, *, is_adaptive: bool = False) -> TargetDensity:
     Args:
         numel: elements of the whole model.
         is_adaptive: whether the updates are an adaptive optimiser's: the density is then 0.05 instead of 0.01.
+        every: steps between exchanges. From 15 on the density is 0.05, too: an element of density 0.01 would wait for
+            1,500 steps.
 
     >>> default_policy(2_000_000).density, default_policy(500_000).density
     (0.01, 0.02)
     """
-    policy = TargetDensity(_ADAPTIVE_DENSITY if is_adaptive else _DENSITY)
+    is_high = is_adaptive or every >= MANY_LOCAL_STEPS
+    policy = TargetDensity(_ADAPTIVE_DENSITY if is_high else _DENSITY)
     return _denser(policy, numel, _LARGE_NUMEL)
 
 

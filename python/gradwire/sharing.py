@@ -22,7 +22,7 @@ from .arrays import copies, device_of, put, views, writable_views
 from .codec import Encoder
 from .errors import Closed, NotCopied, PeerLost, TransportError
 from .exchange import Exchange, Group, Groups, Joined, LocalExchange, LocalTeam, StepResult
-from .exchange.options import ExchangeOptions, Options
+from .exchange.options import ExchangeOptions, Options, training_defaults
 from .exchange.results import ExchangeStats
 from .policy import ResidualClip, ShakeUp, TargetDensity, default_policy
 from .transport import Node, Peer
@@ -353,13 +353,14 @@ def share(
         params: one NumPy array, or a list of arrays: float32 or float64, contiguous, writable; or torch's tensors, also
             on a GPU. Changed in place.
         node: a node to use, which the caller closes; None: one from the environment, closed with the result.
-        density: share of the elements that a step sends; None: 0.01, for n < 2,000,000 elements sqrt(2e6 / n) times as
-            many, up to 0.08.
+        density: share of the elements that a message has; None: 0.01, or from ``every=15`` on 0.05, for n < 2,000,000
+            elements sqrt(2e6 / n) times as many, up to 0.08.
         shakeup: periodic messages with a smaller threshold, see `ShakeUp`; None: without.
         clip: periodic clipping of the residual, see `ResidualClip`; None: nothing is ever cut off.
         options: see `ExchangeOptions`. Unlike those of `Exchange`, parameters hold this node's residual
-            (``apply_residual``), and a synchronous step waits for stragglers: after ``timeout_s`` a log entry names the
-            node that all wait for.
+            (``apply_residual``), an update far longer than the other nodes' is shortened (``limit_outliers``), from 15
+            local steps on ``outer_momentum`` is 0.5, and a synchronous step waits for stragglers: after ``timeout_s`` a
+            log entry names the node that all wait for.
 
     Raises:
         TimeoutError: not all nodes of the run appeared; the message names the missing ones.
@@ -393,6 +394,7 @@ def _groups_for(
     density: Density | None,
     *,
     is_adaptive: bool,
+    every: int,
     device: str,
     processors: int,
     schedules: Mapping[str, Any],
@@ -429,7 +431,7 @@ def _groups_for(
     groups = []
     for key, ((is_frozen, value), indices) in enumerate(by_density.items()):
         numel = sum(math.prod(named[index][1].shape) for index in indices)
-        policy = default_policy(numel_of[is_frozen], is_adaptive=is_adaptive)
+        policy = default_policy(numel_of[is_frozen], is_adaptive=is_adaptive, every=every)
         if value not in (None, "dense"):
             policy = _policy(value, numel)
         threads = max(1, min(processors, numel // _THREAD_NUMEL))
@@ -473,7 +475,7 @@ class TrainingMaker:
         team: rank and size of the team on this machine; None: from the environment.
         shakeup: of the encoders.
         clip: of the encoders.
-        options: see `ExchangeOptions`; with other defaults of ``apply_residual`` and ``on_straggler``.
+        options: see `ExchangeOptions`; with the defaults of `training_defaults`, and another one of ``on_straggler``.
 
     Raises:
         TypeError, ValueError: the options cannot be used.
@@ -496,7 +498,7 @@ class TrainingMaker:
         self._node = node
         self._is_own_node = node is None
         self._options: ExchangeOptions = {
-            "apply_residual": True,
+            **training_defaults(options),
             # An asynchronous step waits only for nodes that are far behind, and then not for ever.
             "on_straggler": "raise" if options.get("mode") == "async" else "wait",
             **options,
@@ -559,6 +561,7 @@ class TrainingMaker:
             named,
             self._density,
             is_adaptive=self._is_adaptive,
+            every=self._checked.every,
             device="cpu" if number < 0 else f"cuda:{number}",
             # The workers of a team wait while their leader encodes.
             processors=_processors() // (1 if self._is_team else self._place.local_size),

@@ -109,3 +109,29 @@ def test_without_it_nothing_is_kept_and_a_state_with_it_is_refused() -> None:
         within.step(update, params)
         with pytest.raises(ValueError, match="no outer_momentum"):
             share_with(0.0).load_state_dict(within.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("options", "momentum"),
+    [
+        ({}, 0.0),
+        ({"every": 4}, 0.0),
+        ({"every": 14, "overlap": 1}, 0.0),
+        ({"every": 15}, 0.5),
+        ({"every": 100, "overlap": 1, "topology": "sharded"}, 0.5),
+        ({"every": 15, "outer_momentum": 0.0}, 0.0),
+        ({"every": 15, "outer_momentum": 0.25}, 0.25),
+        ({"every": 15, "mode": "async"}, 0.0),
+        ({"every": 15, "reduction": "sum"}, 0.0),
+    ],
+    ids=str,
+)
+def test_share_has_it_from_fifteen_local_steps_on(options: Any, momentum: float) -> None:
+    with gw.share(np.zeros(3, np.float32), **options) as shared:
+        assert shared.exchange._options.outer_momentum == momentum
+
+
+@pytest.mark.parametrize("every", [2.5, "15", None, True])
+def test_share_refuses_what_is_no_number_of_steps(every: Any) -> None:
+    with pytest.raises(TypeError, match="every must be an int"):
+        gw.share(np.zeros(3, np.float32), every=every)

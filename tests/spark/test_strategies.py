@@ -23,6 +23,7 @@ VALUES: ExchangeOptions = {
     "owners_max": 5,
     "outer_momentum": 0.0,
     "apply_residual": False,
+    "limit_outliers": False,
     "timeout_s": 7.0,
     "start_timeout_s": 9.0,
     "digest_s": 0.0,
@@ -33,7 +34,11 @@ SET = ("min_peers", "min_members", "on_straggler", "role")
 def test_shared_training_takes_every_option_of_an_exchange_that_it_does_not_set_itself() -> None:
     assert sorted((*VALUES, *SET)) == sorted(ExchangeOptions.__annotations__)
     assert SharedTraining(**VALUES).options == Options(**VALUES)
-    assert SharedTraining().options == Options(apply_residual=True, timeout_s=300.0)
+    assert SharedTraining().options == Options(
+        apply_residual=True, limit_outliers=True, timeout_s=300.0
+    )
+    assert SharedTraining(every=15).options.outer_momentum == 0.5
+    assert SharedTraining(every=15, outer_momentum=0.0).options.outer_momentum == 0.0
 
 
 @pytest.mark.parametrize("name", SET)

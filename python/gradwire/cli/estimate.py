@@ -43,6 +43,7 @@ SPARK_START_S = (
 )  # Spark's workers start, import torch and connect before the first step
 GAIN_MIN = 1.1  # times as fast: less is not worth a change
 LOCAL_GAIN_MIN = 1.25  # the same for local steps, which cost accuracy
+LOCAL_STEPS = (4, 15, 30)
 MEASURE_S = 1.5
 PROCESSOR_SHARE_MAX = 0.25  # of the time, from which a measured rate is that of the processor
 PLOT_DECADES = (6.0, 11.0)  # of the link rate in bit/s
@@ -97,7 +98,8 @@ def run(arguments: argparse.Namespace) -> int:
     except (ValueError, OSError) as error:
         print(f"gradwire estimate: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    candidates = ways(job, is_spark=arguments.spark)
+    is_default = arguments.density is None
+    candidates = ways(job, is_spark=arguments.spark, has_default_density=is_default)
     crossover = cost.crossover(job)
     sentences = [advice(candidates)]
     if math.isfinite(crossover):
@@ -132,7 +134,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(
         f"{job.elements:,} parameters, {job.nodes} nodes, {_time(job.step_s)} of computation, "
         f"{_rate(job.link_bytes_per_s)}, {_time(job.latency_s)} one way, density {job.density:.3g}"
-        f"{' (share with ' + arguments.optimizer + ')' if arguments.density is None else ''}\n\n"
+        f"{' (share with ' + arguments.optimizer + ')' if is_default else ''}\n\n"
         f"{'':24}{'step':>10}{'sent':>11}{'received':>11}{'speed-up':>10}  limited by"
     )
     for row in rows:
@@ -316,12 +318,13 @@ def seconds(name: str, text: str) -> float:
 # ---- the answer ------------------------------------------------------------------------------------------------------
 
 
-def ways(job: Job, *, is_spark: bool = False) -> list[Way]:
-    """Return two rings, two exchanges in every step, and two kinds of local steps, each with the code to write.
+def ways(job: Job, *, is_spark: bool = False, has_default_density: bool = False) -> list[Way]:
+    """Return two rings, two exchanges in every step, and three of local steps, each with the code to write.
 
     Args:
         job: the question.
         is_spark: write the code for Spark.
+        has_default_density: the density is what ``share`` chooses, which may be higher with local steps.
     """
     is_sharded = Options.of({}).is_sharded(job.nodes, job.elements)
     candidates = [
@@ -333,7 +336,8 @@ def ways(job: Job, *, is_spark: bool = False) -> list[Way]:
         ),
     ]
     best = cost.topology_of(job)
-    options: list[tuple[Topology, int]] = [("mesh", 1), ("sharded", 1), (best, 4), (best, 20)]
+    options: list[tuple[Topology, int]] = [("mesh", 1), ("sharded", 1)]
+    options += [(best, every) for every in LOCAL_STEPS]
     for topology, every in options:
         name = f"{every} local steps, {topology}" if every > 1 else str(topology)
         # Only what is not the default anyway.
@@ -343,7 +347,9 @@ def ways(job: Job, *, is_spark: bool = False) -> list[Way]:
             code = f"TorchEstimator(..., training=SharedTraining({', '.join(chosen)}))"
         else:
             code = f"gradwire.torch.share({', '.join(['model', 'optimizer', *chosen])})"
-        candidates.append(Way(name, cost.exchange(job, topology, every=every), code))
+        local = default_policy(job.elements, every=every).density if has_default_density else 0.0
+        with_density = replace(job, density=max(job.density, local))
+        candidates.append(Way(name, cost.exchange(with_density, topology, every=every), code))
     return candidates
 
 
@@ -353,6 +359,7 @@ def advice(candidates: Sequence[Way]) -> str:
     rival = half if half.cost.speedup_over(plain.cost) >= GAIN_MIN else plain
     best = min(candidates[2:4], key=lambda way: way.cost.step_s)
     for way in candidates[4:]:
+        # More local steps than before have to pay again.
         gain = way.cost.speedup_over(rival.cost)
         best_gain = best.cost.speedup_over(rival.cost)
         if gain > LOCAL_GAIN_MIN * best_gain or gain >= GAIN_MIN > best_gain:

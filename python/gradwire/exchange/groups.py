@@ -91,6 +91,7 @@ class Groups:
         threshold: ThresholdPolicy | TargetBytes | float | None = None,
         *,
         is_adaptive: bool = False,
+        every: int = 1,
         dense_below: int = 1024,
         dense_one_dimensional: bool = True,
         thresholds: Mapping[int, ThresholdPolicy | TargetBytes | float] | None = None,
@@ -111,6 +112,7 @@ class Groups:
             threshold: policy of every group that ``thresholds`` does not name; None: by the rule of
                 ``policy.default_policy`` for the whole model, as ``share`` has it.
             is_adaptive: whether the updates are an adaptive optimiser's, for that rule.
+            every: steps between exchanges, for that rule.
             dense_below: tensors of fewer elements are sent as dense messages.
             dense_one_dimensional: so are tensors with fewer than two dimensions.
             thresholds: policies by number of the group; the tensors that are sent densely are not counted.
@@ -122,7 +124,7 @@ class Groups:
         shapes = [tuple(tensor.shape) for tensor in params]
         sizes = [math.prod(shape) for shape in shapes]
         if threshold is None:
-            threshold = default_policy(sum(sizes), is_adaptive=is_adaptive)
+            threshold = default_policy(sum(sizes), is_adaptive=is_adaptive, every=every)
         dense = [
             index
             for index, shape in enumerate(shapes)

@@ -228,7 +228,7 @@ class Join:
         next_step = self._replica.step + 1
         senders = list(contributors)
         agreement = self._replica.agreement
-        if agreement.is_on and agreement.takes(self._replica.step):
+        if agreement.is_on or agreement.limits_norms:
             self._notes.measure(agreement, self._replica.step)
         admitted = self._notes.named_by_all(senders, self._replica.step)
         if membership.phase is Phase.IN:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -10,6 +12,8 @@ from .membership import Membership, Router
 from .protocol import Kind, NodeRun, Note, Phase
 
 __all__ = ["Notes"]
+
+_LOG = logging.getLogger(__name__)
 
 _EMPTY = Note()
 
@@ -29,6 +33,9 @@ class Notes:
         self._keeps = keeps
         self._own: dict[int, Note] = {}  # by step
         self._next = _EMPTY
+        self._outliers: Counter[NodeRun] = (
+            Counter()
+        )  # updates that were shortened, as far as notes tell
 
     # ---- this node's notes -------------------------------------------------------------------------------------------
 
@@ -45,9 +52,9 @@ class Notes:
         """Let this node's next note say what the caller has written into the parameters."""
         self._next = replace(self._next, written=digest)
 
-    def announce_sketch(self, sketch: Sketch) -> None:
-        """Let this node's next note have the sketch of its update."""
-        self._next = replace(self._next, sketch=sketch)
+    def announce_update(self, norm: float | None, sketch: Sketch | None) -> None:
+        """Let this node's next note have the norm and the sketch of its update."""
+        self._next = replace(self._next, norm=norm, sketch=sketch)
 
     def reset(self) -> None:
         """Forget what the next note was to say: it was about parameters that this node has no longer."""
@@ -82,24 +89,47 @@ class Notes:
     # ---- all nodes' notes --------------------------------------------------------------------------------------------
 
     def measure(self, agreement: Agreement, step: int | None) -> None:
-        """Add the sketches of all updates of a step, this node's own included, to the agreement.
+        """Add what the notes say of all updates of a step, this node's own included, to the agreement.
 
         Args:
-            agreement: of this node; it stays as it is without sketches.
-            step: None: the latest of which every member's sketch is here, if there is one.
+            agreement: of this node; its factor stays as it is without sketches.
+            step: None: the latest of which every member has told, if there is one.
         """
         notes = {run: stream.notes for run, stream in self._membership.members.items()}
         if self._membership.phase is Phase.IN:
             notes[self._membership.run] = self._own
         if step is None:
-            sketched = [
-                {step for step, note in by_step.items() if note.sketch is not None}
+            told = [
+                {step for step, note in by_step.items() if note.tells_of_update}
                 for by_step in notes.values()
             ]
-            step = max(set.intersection(*sketched), default=-1)
+            step = max(set.intersection(*told), default=-1)
         # By node, because the order of a sum decides about its bits.
-        of_step = [notes[run].get(step, _EMPTY).sketch for run in sorted(notes)]
-        agreement.add([sketch for sketch in of_step if sketch is not None])
+        of_step = {run: notes[run].get(step, _EMPTY) for run in sorted(notes)}
+        norms = {run: note.norm for run, note in of_step.items() if note.norm is not None}
+        if agreement.takes(step):
+            sketches = [note.sketch for note in of_step.values()]
+            agreement.add([sketch for sketch in sketches if sketch is not None])
+            outliers = agreement.add_norms(norms)
+        else:
+            outliers = list(norms)  # nobody else tells of such a step
+        for run in outliers:
+            self._log_outlier(run, step, norms[run])
+
+    def _log_outlier(self, run: NodeRun, step: int, norm: float) -> None:
+        self._outliers[run] += 1
+        count = self._outliers[run]
+        # Seldom, where every update of a node is too long.
+        if count & (count - 1) == 0:
+            is_own = run == self._membership.run
+            _LOG.warning(
+                "step %d: the update of %s has a norm of %.3g, several times the median of all nodes (number %d); such "
+                "updates are shortened to the median: look for bad data or a broken machine there",
+                step,
+                "this node" if is_own else self._introductions.name_of(run),
+                norm,
+                count,
+            )
 
     def named_by_all(self, senders: Iterable[NodeRun], step: int) -> list[NodeRun]:
         """Return the newcomers that the notes of all updates of a step name, sorted.

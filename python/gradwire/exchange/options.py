@@ -9,6 +9,7 @@ from typing import Any, Literal, TypedDict
 import numpy as np
 
 from ..codec import Encoder
+from ..policy import MANY_LOCAL_STEPS
 from .groups import Codec
 from .protocol import VERSIONS
 
@@ -20,6 +21,7 @@ __all__ = [
     "Role",
     "Straggler",
     "Topology",
+    "training_defaults",
 ]
 
 Mode = Literal["sync", "async"]
@@ -27,6 +29,9 @@ Reduction = Literal["mean", "sum"]
 Role = Literal["member", "worker", "observer"]
 Straggler = Literal["raise", "drop", "wait"]
 Topology = Literal["auto", "mesh", "sharded"]
+
+# After many local steps the mean moves much less than each node has; see docs/algorithm.md.
+_OUTER_MOMENTUM = 0.5
 
 # topology="auto": with fewer nodes, or a smaller model, the sharded exchange saves less than its second way costs.
 SHARDED_NODES = 5
@@ -77,12 +82,17 @@ class ExchangeOptions(TypedDict, total=False):
     topology: Topology
     owners_max: int  #: most owners in the sharded exchange
     role: Role  #: a "worker" owns no parameters in the sharded exchange, an "observer" sends no updates
-    outer_momentum: float  #: Nesterov's momentum of the shared parameters, for ``every`` > 1
+    outer_momentum: (
+        float  #: Nesterov's momentum of the shared parameters, for ``every`` of 15 or more
+    )
     #: let this node's parameters hold its residual, so that gradients are computed with up-to-date parameters
     apply_residual: bool
     #: what a connected member that sends nothing for ``timeout_s`` leads to: "raise" a `TimeoutError`, "drop" the
     #: member, or "wait" and log its name
     on_straggler: Straggler
+    #: shorten this node's update to the median of all nodes' where it is more than 4 times as long (bad data, a broken
+    #: machine); with reduction="mean" and from 3 nodes on
+    limit_outliers: bool
     #: number of nodes, or of their workers where these are teams, this node's included, below which a step raises
     #: `PeerLost`
     min_members: int
@@ -114,6 +124,7 @@ class Options:
     outer_momentum: float = 0.0
     apply_residual: bool = False
     on_straggler: Straggler = "raise"
+    limit_outliers: bool = False
     min_members: int = 1
     timeout_s: float = 60.0
     start_timeout_s: float | None = None
@@ -210,6 +221,22 @@ class Options:
             "groups": [[encoder.key, encoder.numel, encoder.dtype] for encoder in encoders],
             **{name: getattr(self, name) for name in _SIGNED},
         }
+
+
+def training_defaults(options: ExchangeOptions) -> ExchangeOptions:
+    """Return the defaults of ``share`` and Spark where they differ from those of `Options`."""
+    every = options.get("every", 1)
+    is_measured = (options.get("mode", "sync"), options.get("reduction", "mean")) == (
+        "sync",
+        "mean",
+    )
+    # What is no number is refused with the other options.
+    is_long = isinstance(every, int) and every >= MANY_LOCAL_STEPS
+    return {
+        "apply_residual": True,
+        "limit_outliers": True,
+        "outer_momentum": _OUTER_MOMENTUM if is_long and is_measured else 0.0,
+    }
 
 
 def _check_int(name: str, value: Any, least: int) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 import json
 import logging
+import math
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -269,6 +270,7 @@ class Note:
         comparison: number of the step before which all replicas are compared; or None.
         digest: (comparison, digest of the sender's replica then), or None.
         sketch: of the update; or None.
+        norm: of the update before it was shortened; or None.
         written: digest of the parameters that the sender's caller has written before this step; empty: none.
     """
 
@@ -277,7 +279,13 @@ class Note:
     comparison: int | None = None
     digest: tuple[int, str] | None = None
     sketch: Sketch | None = None
+    norm: float | None = None
     written: str = ""
+
+    @property
+    def tells_of_update(self) -> bool:
+        """Whether the note says how the update is to be compared with the other nodes'."""
+        return self.sketch is not None or self.norm is not None
 
     def encode(self) -> bytes:
         """Return the document as bytes."""
@@ -299,6 +307,7 @@ class Note:
                 if document["digest"]
                 else None,
                 None if document["sketch"] is None else Sketch.decode(document["sketch"]),
+                None if document["norm"] is None else _read_norm(document["norm"]),
                 str(document["written"]),
             ),
         )
@@ -367,6 +376,13 @@ def _read_slice_bytes(value: Any) -> int:
     if nbytes < LEAST_SLICE_BYTES:
         raise ValueError(f"slices of {nbytes} bytes")
     return nbytes
+
+
+def _read_norm(value: Any) -> float:
+    norm = float(value)
+    if not 0.0 <= norm < math.inf:
+        raise ValueError(f"a norm of {norm}")
+    return norm
 
 
 def _read_team(entry: Any) -> tuple[int, int]:

@@ -105,7 +105,10 @@ class Replica(SharedCopy):
         self.sent: deque[StepUpdate] = deque(maxlen=options.kept_updates)
         self.sharding: Sharding | None = None
         # Local steps are averaged as they are: a factor harms them, in the inner learning rate and after it.
-        self.agreement = Agreement(is_needed=options.every == 1)
+        self.agreement = Agreement(
+            is_needed=options.every == 1,
+            limits_norms=options.limit_outliers and options.reduction == "mean",
+        )
         self._options = options
         self._division = Division(groups)
         self._sizes = [(encoder.key, encoder.numel) for encoder in groups.encoders]

@@ -15,6 +15,7 @@ _SUMS = (
     "received",
     "ignored",
     "lost_elements",
+    "shortened",
     "encode_s",
     "wait_s",
     "apply_s",
@@ -72,6 +73,7 @@ class StepResult:
         joined: members that joined since the step before.
         lost_elements: elements whose owner was gone in this step (sharded exchange). The owner's residual is missing,
             unless the owner comes back; the parts sent to the owner are in the residuals of their senders again.
+        shortened: 1 if this node's update was far longer than the others', and was shortened (``limit_outliers``).
         is_local: whether this was a local step, which sends nothing (``every``).
         staleness: steps that this node is ahead of the slowest member; 0 in synchronous mode.
         ratio: float32 bytes of the update / ``sent_bytes``; 0.0 for a local step.
@@ -95,6 +97,7 @@ class StepResult:
     lost: tuple[Peer, ...] = ()
     joined: tuple[Peer, ...] = ()
     lost_elements: int = 0
+    shortened: int = 0
     is_local: bool = False
     staleness: int = 0
     ratio: float = 0.0
@@ -136,6 +139,7 @@ class ExchangeStats:
         lost: members that went.
         joined: members that came.
         lost_elements: elements whose owner was gone, counted each time (sharded exchange).
+        shortened: updates of this node that were far longer than the others', and were shortened.
         density: density of the last message.
         threshold: threshold of the last message.
         staleness: staleness of the last step.
@@ -160,6 +164,7 @@ class ExchangeStats:
     lost: int = 0
     joined: int = 0
     lost_elements: int = 0
+    shortened: int = 0
     density: float = 0.0
     threshold: float = 0.0
     staleness: int = 0

@@ -81,10 +81,8 @@ class Step:
         room_s = self._wait_for_room(params, optimizer_state)
         begin_s = clock.now_s()
         # Before the weight, which makes a machine's update count as its workers do: a sketch counts the workers itself.
-        if replica.agreement.is_on:
-            self._add_sketch(update, params)
+        weight = self._compare(update, params) * self._membership.weight
         refresh = None
-        weight = self._membership.weight
         if has_moved:
             update, refresh = replica.local_delta(params, weight)
         elif weight != 1.0:
@@ -107,16 +105,29 @@ class Step:
         again = partial(replica.encode, None, codec)
         return self._finish_or_repeat(pending, again, params, optimizer_state)
 
-    def _add_sketch(self, update: Any, params: Any) -> None:
-        """Let the note of this step's update say how it agrees with the others', where that is measured."""
+    def _compare(self, update: Any, params: Any) -> float:
+        """Let the note of this step's update say how it is to be compared with the others', where that is measured.
+
+        Returns:
+            What to multiply the update by: less than 1 where it is far longer than the others' have been.
+        """
         replica = self._replica
+        agreement = replica.agreement
         knows_update = update is not None or replica.shared
-        if knows_update and replica.agreement.is_due(replica.step):
+        if knows_update and agreement.is_due(replica.step):
             replica.add_late_parts(params)
-            replica.agreement.measure([replica.sample(update, params)])
-        sketch = replica.agreement.take_own()
-        if sketch is not None:
-            self._notes.announce_sketch(sketch)
+            agreement.measure([replica.sample(update, params)])
+        sketch = agreement.take_own()
+        if sketch is None:
+            return 1.0
+        # The members' norms are of an earlier step: a node that waited for this step's would need one more round trip.
+        factor = agreement.shorten(sketch.norm)
+        if factor < 1.0 or agreement.takes(replica.step):
+            self._notes.announce_update(
+                sketch.norm if agreement.limits_norms else None,
+                sketch.scaled(factor) if agreement.is_on else None,
+            )
+        return factor
 
     def written_values(self, params: Any, values: Sequence[Any] | None) -> Arrays:
         """Return copies of what the caller has written into the parameters; empty: nothing.
@@ -383,7 +394,7 @@ class Step:
             self._join.finish_step([run for run, _ in others])
         else:
             self._departure.remove_departed()
-            if replica.agreement.is_on and replica.agreement.takes(pending.step):
+            if replica.agreement.takes(pending.step):
                 self._notes.measure(replica.agreement, None)
         if not self._introductions.is_confirmed:
             self._introductions.confirm()
@@ -442,6 +453,7 @@ class Step:
             lost=tuple(map(peer_of, lost)),
             joined=tuple(map(peer_of, joined)),
             lost_elements=lost_elements,
+            shortened=replica.agreement.drain_shortened(),
             staleness=0 if self._is_sync else self._staleness(),
             ratio=4 * replica.groups.numel / sent_bytes,
             encode_s=pending.encode_s,

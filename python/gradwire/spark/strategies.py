@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from ..exchange.options import ExchangeOptions, Options
+from ..exchange.options import ExchangeOptions, Options, training_defaults
 from ..policy import ResidualClip, ShakeUp
 
 if TYPE_CHECKING:
@@ -36,7 +36,8 @@ class SharedTraining:
 
     Args:
         exchange: see `ExchangeOptions`: such as ``mode="async"``, or ``every=4, overlap=1``. The
-            workers' models hold their residuals by default (``apply_residual``), and a worker that stands still is
+            workers' models hold their residuals by default (``apply_residual``), outliers are limited
+            (``limit_outliers``), from ``every=15`` on ``outer_momentum`` is 0.5, and a worker that stands still is
             waited for, and then given up, after ``timeout_s`` (300). The estimator itself sets ``min_peers``,
             ``min_members``, ``on_straggler`` and ``role``.
 
@@ -94,7 +95,9 @@ class SharedTraining:
             "workers_per_node": workers_per_node,
             "shakeup": shakeup,
             "clip": clip,
-            "options": Options.of({"apply_residual": True, "timeout_s": TIMEOUT_S, **exchange}),
+            "options": Options.of(
+                {**training_defaults(exchange), "timeout_s": TIMEOUT_S, **exchange}
+            ),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)  # the class is frozen

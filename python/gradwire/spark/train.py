@@ -286,6 +286,7 @@ class SharedTrainer:
                 is_adaptive=is_adaptive(optimizer),
                 shakeup=training.shakeup,
                 clip=training.clip,
+                every=training.options.every,
             )
             options: dict[str, Any] = {**asdict(training.options), "min_peers": machines - 1}
             self.exchange = lead = Exchange(groups, node, **options)

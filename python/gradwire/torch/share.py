@@ -56,18 +56,19 @@ def share(
         model: the model; DistributedDataParallel and ``torch.compile`` may wrap it.
         optimizer: of the model's parameters, at the learning rate for one machine's gradients averaged over all.
         node: a node to use, which the caller closes; None: one from the environment, closed with the optimiser.
-        density: share of the elements that a step sends; None: 0.01, or 0.05 with an adaptive optimiser, for
-            n < 2,000,000 elements sqrt(2e6 / n) times as many, up to 0.08. Or by pattern of the parameters' names:
-            ``{"lm_head*": 0.02, "*.bias": "dense"}``, where "dense" sends whole updates and the rest has the default.
+        density: share of the elements that a message has; None: 0.01, or 0.05 with an adaptive optimiser or from
+            ``every=15`` on, for n < 2,000,000 elements sqrt(2e6 / n) times as many, up to 0.08. Or by pattern of the
+            parameters' names: ``{"lm_head*": 0.02, "*.bias": "dense"}``, where "dense" sends whole updates and the rest
+            has the default.
         update_scale: factor of every update, see `SharedOptimizer`.
         share_state: nodes that join late take over the optimiser's state, too: with AdamW 8 of 12 bytes per parameter.
             False: they begin with an empty one, in a third of the time.
         process_group: the ranks of this machine, whose gradients DistributedDataParallel averages already.
         shakeup: periodic messages with a smaller threshold, see `ShakeUp`; None: without.
         clip: periodic clipping of the residual, see `ResidualClip`; None: nothing is ever cut off.
-        options: see `ExchangeOptions`: such as ``mode="async"`` or ``every=4, overlap=1``. The model holds this node's
-            residual by default (``apply_residual``), and a synchronous step waits for stragglers: after ``timeout_s`` a
-            log entry names the node that all wait for.
+        options: see `ExchangeOptions`: such as ``mode="async"`` or ``every=15, overlap=1``. The model holds this node's
+            residual by default (``apply_residual``), from 15 local steps on ``outer_momentum`` is 0.5, and a
+            synchronous step waits for stragglers: after ``timeout_s`` a log entry names the node that all wait for.
 
     Raises:
         TypeError: ``model`` or ``optimizer`` has the wrong type, or an unknown option.
