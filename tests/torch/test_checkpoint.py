@@ -165,13 +165,20 @@ def test_bits_that_differ_are_restored(dtype: Any) -> None:
     far = torch.where(torch.rand(1001) < 0.1, -base, near)
     far[:4] = torch.tensor([0.0, -0.0, torch.inf, torch.nan])
     base[:4] = torch.tensor([-0.0, 0.0, torch.inf, torch.nan])
+    some = near
+    for _ in range(200):  # so that the number of steps needs more than eight bits
+        some = torch.nextafter(some, torch.full_like(base, torch.inf))
+        mixed = torch.where(torch.rand(1001) < 0.05, some, near)
+        restored = checkpoint._unpack(checkpoint._pack(mixed, base), base.clone())
+        assert torch.equal(restored.view(torch.uint8), mixed.view(torch.uint8))
     for values in (base, near, far, torch.randn(1001).to(dtype)):
         packed = checkpoint._pack(values, base)
         restored = checkpoint._unpack(packed, base.clone())
         assert torch.equal(restored.view(torch.uint8), values.view(torch.uint8))
     assert checkpoint._pack(base, base) is None
-    codes, others = checkpoint._pack(far, base)
+    codes, steps, others = checkpoint._pack(far, base)
     assert codes.nbytes == 251
+    assert steps.nbytes < 150
     assert others.numel() < 150
 
 

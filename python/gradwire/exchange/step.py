@@ -81,7 +81,9 @@ class Step:
         room_s = self._wait_for_room(params, optimizer_state)
         begin_s = clock.now_s()
         # Before the weight, which makes a machine's update count as its workers do: a sketch counts the workers itself.
-        weight = self._compare(update, params) * self._membership.weight
+        weight = self._membership.weight
+        if replica.agreement.is_on or replica.agreement.limits_norms:
+            weight *= self._compare(update, params)
         refresh = None
         if has_moved:
             update, refresh = replica.local_delta(params, weight)
@@ -429,6 +431,7 @@ class Step:
 
     def _result(self, pending: StepUpdate, others: Updates, apply_s: float) -> StepResult:
         replica = self._replica
+        agreement = replica.agreement
         peer_of = self._introductions.peer_of
         # Events since the last result, whenever they happened: each is in exactly one result.
         lost, joined = self._membership.drain_events()
@@ -453,7 +456,7 @@ class Step:
             lost=tuple(map(peer_of, lost)),
             joined=tuple(map(peer_of, joined)),
             lost_elements=lost_elements,
-            shortened=replica.agreement.drain_shortened(),
+            shortened=agreement.drain_shortened() if agreement.limits_norms else 0,
             staleness=0 if self._is_sync else self._staleness(),
             ratio=4 * replica.groups.numel / sent_bytes,
             encode_s=pending.encode_s,

@@ -163,7 +163,8 @@ def _pack(values: torch.Tensor, base: torch.Tensor | None) -> Any:
 
     Returns:
         None where they are equal. Where they are nearly so, uint8[numel / 4] with two bits for each element, how many
-        steps of rounding it is away: none, one up, one down, or other; and these others' values. Or else all values.
+        steps of rounding it is away: none, one up, one down, or other; these others' steps as int8, -128 if they are
+        more; and the values of those. Or else all values.
     """
     if base is None:
         return values
@@ -177,7 +178,10 @@ def _pack(values: torch.Tensor, base: torch.Tensor | None) -> Any:
     codes = torch.where(is_other, 3, difference % 3).to(torch.uint8)  # -1 becomes 2
     codes = torch.nn.functional.pad(codes, (0, -codes.numel() % 4)).reshape(-1, 4)
     packed = codes[:, 0] | codes[:, 1] << 2 | codes[:, 2] << 4 | codes[:, 3] << 6
-    return packed, values.reshape(-1)[is_other]
+    steps = difference[is_other]
+    is_far = (steps < -127) | (steps > 127)
+    steps = torch.where(is_far, -128, steps).to(torch.int8)
+    return packed, steps, values.reshape(-1)[is_other][is_far]
 
 
 def _unpack(packed: Any, base: torch.Tensor) -> torch.Tensor:
@@ -187,12 +191,14 @@ def _unpack(packed: Any, base: torch.Tensor) -> torch.Tensor:
     if torch.is_tensor(packed):
         whole: torch.Tensor = packed.cpu()
         return whole
-    quarters, others = (tensor.cpu() for tensor in packed)
+    quarters, steps, far = (tensor.cpu() for tensor in packed)
     codes = torch.stack([quarters >> shift & 3 for shift in (0, 2, 4, 6)], 1).reshape(-1)
     codes = codes[: base.numel()]
     bits = base.view(-1).view(_BITS[base.element_size()])
     bits += (codes == 1).to(bits.dtype) - (codes == 2).to(bits.dtype)
-    base.view(-1)[codes == 3] = others
+    (places,) = torch.where(codes == 3)
+    bits[places] += steps.to(bits.dtype)
+    base.view(-1)[places[steps == -128]] = far
     return base
 
 
