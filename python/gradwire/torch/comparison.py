@@ -386,6 +386,7 @@ class Recorder:
         self._begin_s = self._last_s = 0.0
         self._sent_bytes = 0
         self._store = dist.PrefixStore(kind, store)
+        self._group: Any = None
         self._set_seeds()
 
     def _set_seeds(self) -> None:
@@ -435,12 +436,7 @@ class Recorder:
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer
     ) -> torch.optim.Optimizer:
         """Let an optimiser average its gradients over all ranks before each step, and take a shared one's calls."""
-        group: Any = dist.group.WORLD if dist.is_initialized() else None
-        if group is None:
-            ranks = self._place.rank, self._place.ranks
-            group = dist.ProcessGroupGloo(
-                dist.PrefixStore("gloo", self._store), *ranks, _REPORT_TIMEOUT
-            )
+        group = self._all_reduce_group()
         for tensor in (*model.parameters(), *model.buffers()):
             group.broadcast(tensor.detach(), 0).wait()
 
@@ -455,7 +451,7 @@ class Recorder:
             ranks = self._place.ranks
             for bucket in _buckets(grads):
                 flat = torch.cat([grad.flatten() for grad in bucket])
-                group.allreduce([flat]).wait()
+                self._all_reduce_group().allreduce([flat]).wait()
                 self._sent_bytes += 2 * (ranks - 1) * flat.numel() * flat.element_size() // ranks
                 parts = flat.div_(ranks).split([grad.numel() for grad in bucket])
                 for grad, part in zip(bucket, parts, strict=True):
@@ -466,6 +462,16 @@ class Recorder:
         kind = type(optimizer)
         optimizer.__class__ = type(kind.__name__, (_Plain, kind), {})
         return optimizer
+
+    def _all_reduce_group(self) -> Any:
+        """Return the script's process group, or one of this recorder's own."""
+        if dist.is_initialized():
+            return dist.group.WORLD
+        if self._group is None:
+            store = dist.PrefixStore("gloo", self._store)
+            ranks = self._place.rank, self._place.ranks
+            self._group = dist.ProcessGroupGloo(store, *ranks, _REPORT_TIMEOUT)
+        return self._group
 
     def _on_step(self, optimizer: Any, *_: Any) -> None:
         measured = self._measured
@@ -503,6 +509,10 @@ class Recorder:
         measured = self._measured
         measured.sent_bytes = measured.sent_bytes or self._all_sent_bytes()
         measured.memory_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        if self._group is not None:
+            # Its threads must be gone before the interpreter: they would end the process with SIGABRT.
+            self._group.shutdown()
+            self._group = None
         self._store.set(str(self._place.rank), json.dumps(asdict(measured)))
         if self._place.rank:
             return None
