@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 import gradwire as gw
 from gradwire.exchange.protocol import Hello, Note, decode_steps, unpack_relay
+from gradwire.transport import PeerLost
 
 from ..seeds import seeds
 from .cluster import Cluster, FakeNode, cluster, run_cluster
@@ -334,6 +335,47 @@ def test_what_an_optimiser_moved_before_a_resync_is_not_lost(seed: int, how: Any
     assert trainers[1].resyncs_at is None
     assert_identical(trainers)
     assert_nothing_lost(trainers)
+
+
+def drop(world: Cluster, dropped: FakeNode, others: list[FakeNode]) -> None:
+    """Let nodes give up one that stands still, which hears of it when it goes on."""
+    for other in others:
+        world.cut(dropped, other)
+        inbox = world.link(other.peer, dropped.peer)
+        inbox[-1] = PeerLost(other.peer, "dropped by the peer")
+
+
+@pytest.mark.parametrize("seed", seeds(10))
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_node_that_the_others_have_dropped_comes_in_again(
+    count: int, mode: str, seed: int
+) -> None:
+    with cluster(seed) as world:
+        trainers = [
+            Trainer(world, node_id, 40, mode=mode, min_peers=count - 1)
+            for node_id in range(1, count + 1)
+        ]
+        late = world.random.choice(trainers)
+        nodes = [each.node for each in trainers if each is not late]
+        turn = world.random.randint(60, 200)
+        world.plan(turn, lambda: drop(world, late.node, nodes))
+        for other in nodes:
+            world.plan(turn + 40, lambda o=other: world.connect(late.node, o))
+        world.run()
+    if mode == "sync":
+        assert_identical(trainers)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_node_that_the_others_have_dropped_does_not_end_alone(mode: str) -> None:
+    with cluster(1) as world:
+        other, late = (Trainer(world, node_id, 20, mode=mode, min_peers=1) for node_id in (1, 2))
+        world.plan(60, lambda: drop(world, late.node, [other.node]))
+        world.run(until=lambda: other.worker.is_done)
+        assert not late.worker.is_done
+        with pytest.raises(TimeoutError, match="from 0 members"):
+            world.run()
 
 
 @pytest.mark.parametrize("seed", seeds(3))

@@ -19,6 +19,7 @@ from ..errors import Mismatch, PeerLost
 from .membership import Membership, Router
 from .options import Options
 from .protocol import (
+    DROPPED,
     TAG_NUMBERS,
     Hello,
     Introductions,
@@ -117,7 +118,14 @@ class Departure:
             if run not in membership.departing
             and not (can_wait and step in membership.members[run])
         ]
-        if gone and membership.phase in (Phase.IN, Phase.READY):
+        if not gone or membership.phase not in (Phase.IN, Phase.READY):
+            return
+        # A process that stood still is the one that was lost: the others go on without it, or have ended. If it went on
+        # alone, it would end with parameters of its own.
+        dropping = [run for run in gone if self._introductions.has_dropped(run)]
+        if dropping:
+            self.rejoin(f"{self._introductions.describe(dropping)} {DROPPED}")
+        else:
             self.suspect(gone, "is lost")
 
     def suspect_incompatible(self) -> None:

@@ -18,6 +18,7 @@ from ..message import Message
 from ..slices import LEAST_SLICE_BYTES, Assembler, Outgoing, Slicer, tag_of_slice
 from ..transport import Peer, PeerLost
 from .protocol import (
+    DROPPED,
     STEP_S_MAX,
     TAG_NUMBERS,
     Hello,
@@ -513,7 +514,11 @@ class Membership:
 
 
 # Why a connection without a goodbye ended. Silence lasts ``Limits.down_s``, 10 s by default.
-_REASONS = {"left": "crashed, or closed its node before leave()", "timeout": "is silent"}
+_REASONS = {
+    "left": "crashed, or closed its node before leave()",
+    "timeout": "is silent",
+    "dropped by the peer": DROPPED,
+}
 
 Handler = Callable[[NodeRun, int, memoryview], None]
 

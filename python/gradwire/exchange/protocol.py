@@ -24,6 +24,7 @@ from ..slices import LEAST_SLICE_BYTES, SLICE_BYTES
 from ..transport import Peer
 
 __all__ = [
+    "DROPPED",
     "MESSAGE_MAGIC",
     "STEP_S_MAX",
     "TAG_NUMBERS",
@@ -53,6 +54,7 @@ VERSIONS = [7, 1]  # of this protocol, and of docs/message-format.md
 
 TAG_NUMBERS = 1 << 56  # ``divmod(tag, TAG_NUMBERS)`` is kind and number
 _RELAY = struct.Struct("<QQQ")
+DROPPED = "has gone on without this node"  # why a connection has ended
 STEP_S_MAX = 86_400.0  # between two exchanges
 _LISTED_MAX = 4  # longer lists are described by their first difference
 _Document = TypeVar("_Document")
@@ -525,6 +527,10 @@ class Introductions:
     def has_finished(self, run: NodeRun) -> bool:
         """Return whether a node has said that it leaves."""
         return self._reasons.get(run) == "finished"
+
+    def has_dropped(self, run: NodeRun) -> bool:
+        """Return whether a node has ended the connection, because it heard nothing of this one for too long."""
+        return self._reasons.get(run) == DROPPED
 
     def add_workers(self, runs: Iterable[NodeRun]) -> None:
         """Remember nodes that own no parameters, of which other nodes have said so."""
