@@ -11,7 +11,6 @@ import pytest
 torch: Any = pytest.importorskip("torch", reason="torch is not installed")
 
 import gradwire as gw  # noqa: E402
-
 from gradwire.torch.staging import _BLOCK_NUMEL, Staging  # noqa: E402
 
 from .places import (  # noqa: E402
