@@ -1,9 +1,9 @@
-"""What training of real sizes costs: operations at 5 to 124 million parameters, over np.add of as many elements.
+"""What training costs at 5 to 124 million parameters, over np.add of as many elements.
 
 Two processes train with AdamW under ``gradwire.torch.share`` on loopback: first one alone, then both. The optimiser's
 own step is subtracted. One node alone is measured in processor time, two nodes in seconds, waiting included.
 
-    python benchmarks/bench_sizes.py --json sizes.json      # 5 minutes, 10 GB of memory
+    python benchmarks/bench_sizes.py --json sizes.json      # 5 minutes, 8 GB of memory
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Samples(dict[str, list[float]]):
         self.setdefault(name, []).append(self._now() - begin_s)
         begin_s = time.process_time()
         np.add(*self._arrays, out=self._arrays[0])
-        added_s = (time.process_time() - begin_s) * self._numel / REFERENCE_NUMEL
-        self.setdefault("np.add", []).append(added_s)
+        added_s = time.process_time() - begin_s
+        self.setdefault("np.add", []).append(added_s * self._numel / REFERENCE_NUMEL)
 
     def row(self, name: str, kind: str, note: str = "") -> Row:
         ours, theirs = Timing(name, tuple(self[name])), Timing("np.add", tuple(self["np.add"]))
@@ -62,8 +62,7 @@ def train(pipe: Connection, numel: int, dtype: str, member: str) -> None:
     import gradwire.torch
 
     torch.set_num_threads(1)
-    layers = round(numel / WIDTH**2)
-    numel = layers * WIDTH**2
+    numel = (layers := round(numel / WIDTH**2)) * WIDTH**2
     samples = Samples(numel, now := time.perf_counter if member else time.process_time)
     base_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     layer = partial(torch.nn.Linear, WIDTH, WIDTH, bias=False, dtype=getattr(torch, dtype))
@@ -97,17 +96,18 @@ def train(pipe: Connection, numel: int, dtype: str, member: str) -> None:
         peak = f"peak of {1024 * peak_kib / numel:.1f} bytes per parameter"
         if member:
             samples.time("leave", shared.leave)
-            moments = 2 * next(model.parameters()).element_size()
-            rate = f"{(4 + moments) * numel / samples['join'][0] / 1e9:.2f} GB/s"
+            nbytes = numel * (4 + 2 * next(model.parameters()).element_size())  # with the moments
+            rate = f"{nbytes / samples['join'][0] / 1e9:.2f} GB/s"
             notes = {"join": rate, "step": peak, "leave": ""}
             pipe.send([samples.row(name, f"{dtype}, two", notes[name]) for name in notes])
             return
-        file = io.BytesIO()
-        samples.time("save", lambda: torch.save([model.state_dict(), shared.state_dict()], file))
-        stored = f"{file.tell() / numel:.1f} bytes per parameter"
+        with io.BytesIO() as file:
+            both = model.state_dict, shared.state_dict
+            samples.time("save", lambda: torch.save([state() for state in both], file))
+            stored = f"{file.tell() / numel:.1f} bytes per parameter"
+            file.seek(0)
+            samples.time("load", lambda: torch.load(file, weights_only=False))
         notes = {"encode, step": "", "first step": "", "step": peak, "save": stored, "load": ""}
-        file.seek(0)
-        samples.time("load", lambda: torch.load(file, weights_only=False))
         pipe.send([samples.row(name, dtype, notes[name]) for name in notes])
         pipe.send(node.address)
         while not pipe.poll():

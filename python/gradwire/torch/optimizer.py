@@ -520,7 +520,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         tensors = [staging.tensor for staging in self._params]
         distance = (sum(tensor.numel() for tensor in tensors) // _MARKED_NUMEL) | 1
         sums = [
-            sum_of(tensor.view(-1)[::distance] if tensor.is_contiguous() else tensor)
+            _exact_sum(tensor.view(-1)[::distance] if tensor.is_contiguous() else tensor)
             for tensor in tensors
         ]
         stacked = (
@@ -898,6 +898,11 @@ class SharedOptimizer(torch.optim.Optimizer):
             staging.store()
         if self._has_joined:
             self._marks = self._mark()
+
+
+def _exact_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a sum of all elements, of which small changes of half precision are not rounded off."""
+    return tensor.sum(dtype=torch.float64 if tensor.dtype == torch.float64 else torch.float32)
 
 
 def _snapshot(tensor: torch.Tensor) -> str | torch.Tensor:

@@ -210,8 +210,12 @@ def local_of(tensor: Any) -> torch.Tensor:
 
 
 def sum_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a sum of all elements; in float64 only where they are, which takes many times as long elsewhere."""
-    return tensor.sum(dtype=torch.float64 if tensor.dtype == torch.float64 else torch.float32)
+    """Return a sum of all elements, which is not finite if one of them is not.
+
+    A sum in another dtype than the tensor's takes a copy of it. Those of float16 need that: they exceed its range.
+    """
+    is_wide = tensor.dtype in (*_CODED, torch.bfloat16)
+    return tensor.sum() if is_wide else tensor.sum(dtype=torch.float32)
 
 
 def _kind_of(tensor: torch.Tensor) -> tuple[object, ...]:
