@@ -11,6 +11,7 @@ import pytest
 torch: Any = pytest.importorskip("torch", reason="torch is not installed")
 
 import gradwire as gw  # noqa: E402
+from gradwire.torch.staging import _BLOCK_NUMEL, Staging  # noqa: E402
 
 from .places import (  # noqa: E402
     AS_PLAIN,
@@ -24,6 +25,34 @@ from .places import (  # noqa: E402
 from .test_optimizer import flat, model, same_bits, train  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("no_launcher")]
+
+
+@pytest.mark.parametrize("numel", [0, 1, _BLOCK_NUMEL, 2 * _BLOCK_NUMEL + 5])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_half_keeps_the_bits_that_it_has_rounded_off(numel: int, dtype: Any) -> None:
+    torch.manual_seed(numel)
+    tensor = torch.randn(numel).to(dtype)
+    staging = Staging(tensor)
+    memory = staging.fetch()
+    memory += torch.randn(numel) / 1000
+    before = memory.clone()
+    staging.store()
+    stored = tensor.clone()
+    tensor.mul_(1 + (torch.rand(numel) < 0.5) / 16)
+    expected = (tensor.float() - stored.float()) + before
+    assert staging.fetch_moved() is memory
+    assert torch.equal(memory, expected)
+    assert torch.equal(memory[tensor == stored], before[tensor == stored])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_infinite_elements_are_told_from_finite_ones_whose_sum_is_infinite(dtype: Any) -> None:
+    large = torch.full((4,), 3e38, dtype=dtype)
+    staging = Staging(large)
+    assert torch.equal(staging.mark_constants(), large.float())
+    assert staging.constants is None
+    both = torch.tensor([torch.inf, 1.0, -torch.inf], dtype=dtype)
+    assert torch.equal(Staging(both).mark_constants(), torch.tensor([0.0, 1.0, 0.0]))
 
 
 class Masked(torch.nn.Module):  # type: ignore[misc]

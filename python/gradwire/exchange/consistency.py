@@ -7,13 +7,13 @@ Asynchronous replicas are never in the same state, so they are not compared.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from numpy.typing import NDArray
 
 from .. import clock
@@ -33,6 +33,12 @@ _LOG = logging.getLogger(__name__)
 _COST_SHARE = 50
 _DIGEST_BYTES = 8
 
+# The digest tells different replicas apart, and protects against nobody: its key is public. Processors that encrypt
+# quickly compute the tag of AES-GCM twenty times as fast as a hash, at the speed of their memory.
+_DIGEST_KEY = bytes(16)
+_DIGEST_NONCE = bytes(12)
+_DIGEST_SLICE_BYTES = 1 << 30  # some versions of OpenSSL take at most 2^31 - 1 bytes at once
+
 # Steps from the announcement to the comparison: every member sees the announcement in the step before.
 _LEAD_STEPS = 1
 
@@ -42,10 +48,13 @@ _COMPARISONS_MAX = 8
 
 def digest_of(arrays: Sequence[NDArray[Any]]) -> str:
     """Return a digest of the arrays' bits."""
-    state = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    state = Cipher(algorithms.AES(_DIGEST_KEY), modes.GCM(_DIGEST_NONCE)).encryptor()
     for array in arrays:
-        state.update(np.ascontiguousarray(on_host(array)).reshape(-1).view(np.uint8).data)
-    return state.hexdigest()
+        data = np.ascontiguousarray(on_host(array)).reshape(-1).view(np.uint8).data
+        for begin in range(0, data.nbytes, _DIGEST_SLICE_BYTES):
+            state.authenticate_additional_data(data[begin : begin + _DIGEST_SLICE_BYTES])
+    state.finalize()
+    return state.tag[:_DIGEST_BYTES].hex()
 
 
 def start_of(groups: Groups, params: Any, state: Sequence[Any] = ()) -> tuple[str, str]:

@@ -262,6 +262,10 @@ class SharedCopy:
         """
         if not self._applies_residual or self.local_steps:
             return
+        # A new copy of the parameters and a residual of zeros are what the parameters are.
+        residuals = self.groups.residuals(self.shared)
+        if not self._is_loaded and not any(residual.any() for residual in residuals):
+            return
         for param, shared, residual in self._parts(params):
             # The sum was rounded when the parameters were written, so equal means equal within some roundings. Anything
             # beyond is another node's residual, or none.

@@ -18,10 +18,11 @@ from torch._compile import _disable_dynamo
 from ..arrays import copies, writable_views
 from ..errors import Closed, Mismatch, NonFiniteUpdate
 from ..exchange import Exchange, LocalExchange, hand_over, take_over
+from ..exchange.consistency import digest_of
 from .checkpoint import KEY, LoadedState, Values, dcp_caller, put_into, state_of, take_from
 from .judge import Judgement, judge, parameters_of
 from .optimizer_state import SharedState
-from .staging import Staging
+from .staging import Staging, sum_of
 
 if TYPE_CHECKING:
     from ..exchange import AnyExchange, Joined, StepResult
@@ -519,7 +520,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         tensors = [staging.tensor for staging in self._params]
         distance = (sum(tensor.numel() for tensor in tensors) // _MARKED_NUMEL) | 1
         sums = [
-            _sum(tensor.view(-1)[::distance] if tensor.is_contiguous() else tensor)
+            _exact_sum(tensor.view(-1)[::distance] if tensor.is_contiguous() else tensor)
             for tensor in tensors
         ]
         stacked = (
@@ -761,9 +762,10 @@ class SharedOptimizer(torch.optim.Optimizer):
 
     def _join_moves(self) -> bool:
         """Join; return whether that has changed the parameters, to which the gradients then do not belong."""
-        before = [param.detach().clone() for param in parameters_of(self.optimizer)]
+        before = [_snapshot(staging.tensor) for staging in self._params]
         self.join()
-        return not all(map(torch.equal, before, parameters_of(self.optimizer)))
+        now = [staging.tensor for staging in self._params]
+        return not all(map(_is_same, before, now))
 
     def _check_gradients(self) -> None:
         """Refuse gradients that are not finite, before they spoil the optimiser's state."""
@@ -771,7 +773,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         param_grads = [param.grad for param in params if param.grad is not None]
         grads = [grad._values() if grad.is_sparse else grad.detach() for grad in param_grads]
         # Infinity minus infinity is NaN, and both spread through a sum: one pass, and one number per tensor.
-        sums = [_sum(grad) for grad in grads]
+        sums = [sum_of(grad) for grad in grads]
         if not sums or torch.stack([total.to(sums[0].device) for total in sums]).isfinite().all():
             return
         counts = [int((~grad.isfinite()).sum()) for grad in grads]
@@ -898,9 +900,20 @@ class SharedOptimizer(torch.optim.Optimizer):
             self._marks = self._mark()
 
 
-def _sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a sum of all elements; in float64 only where they are, which takes many times as long elsewhere."""
+def _exact_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a sum of all elements, of which small changes of half precision are not rounded off."""
     return tensor.sum(dtype=torch.float64 if tensor.dtype == torch.float64 else torch.float32)
+
+
+def _snapshot(tensor: torch.Tensor) -> str | torch.Tensor:
+    """Return a digest of a tensor's bits, for which no memory of its size is needed; or a copy on a device."""
+    if tensor.device.type != "cpu":
+        return tensor.clone()
+    return digest_of([tensor.contiguous().view(-1).view(torch.uint8).numpy()])
+
+
+def _is_same(before: str | torch.Tensor, now: torch.Tensor) -> bool:
+    return torch.equal(before, now) if torch.is_tensor(before) else before == _snapshot(now)
 
 
 def _numbered(

@@ -6,10 +6,13 @@ from typing import Any
 
 import torch
 
-__all__ = ["Staging", "local_of"]
+__all__ = ["Staging", "local_of", "sum_of"]
 
 _CODED = (torch.float32, torch.float64)
 _KIND = ("dtype", "device", "shape")
+
+# Elements that are converted together: temporary values then stay in the cache, and need no memory of a tensor's size.
+_BLOCK_NUMEL = 1 << 16
 
 
 class Staging:
@@ -135,8 +138,11 @@ class Staging:
         return values
 
     def _set_constants(self, values: torch.Tensor) -> None:
-        infinite = values.isinf()
         self._constants = None
+        # Nearly always one pass without temporary values is enough: infinity makes the sum infinite, or NaN.
+        if bool(sum_of(values).isfinite()):
+            return
+        infinite = values.isinf()
         if bool(infinite.any()):
             self._constants = torch.where(infinite, values, 0.0).to(self.tensor)
             if self._copy is None:
@@ -164,9 +170,16 @@ class Staging:
         """
         if not self.is_rounded:
             return self.fetch()
-        before = self.memory.clone()
-        rounded = before.to(self.source.dtype).to(before.dtype)
-        return self.fetch().sub_(rounded).add_(before)
+        memory = self.memory
+        if self._constants is not None or memory.is_cuda or not self.tensor.is_contiguous():
+            before = memory.clone()
+            rounded = before.to(self.source.dtype).to(before.dtype)
+            return self.fetch().sub_(rounded).add_(before)
+        blocks = [tensor.view(-1).split(_BLOCK_NUMEL) for tensor in (memory, self.tensor)]
+        for before, now in zip(*blocks, strict=True):
+            rounded = before.to(now.dtype).to(before.dtype)
+            before.add_(now.to(before.dtype).sub_(rounded))
+        return memory
 
     def written(self) -> torch.Tensor:
         """Return a copy of the tensor's values as the memory would have them, which stays as it is."""
@@ -194,6 +207,15 @@ def local_of(tensor: Any) -> torch.Tensor:
     """Return this rank's shard of a ``DTensor``, or a tensor itself."""
     local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local
+
+
+def sum_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a sum of all elements, which is not finite if one of them is not.
+
+    A sum in another dtype than the tensor's takes a copy of it. Those of float16 need that: they exceed its range.
+    """
+    is_wide = tensor.dtype in (*_CODED, torch.bfloat16)
+    return tensor.sum() if is_wide else tensor.sum(dtype=torch.float32)
 
 
 def _kind_of(tensor: torch.Tensor) -> tuple[object, ...]:
