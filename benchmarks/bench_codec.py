@@ -187,9 +187,9 @@ def test_training_steps(times: Times, report: Report, log2: int) -> None:
 
 
 @sizes
-@pytest.mark.parametrize("peer", ["NumPy, three lines", "torch, nonzero and index"])
+@pytest.mark.parametrize("peer", ["NumPy, three lines", "torch, nonzero and index", "torch, topk"])
 def test_encode_against(times: Times, report: Report, log2: int, peer: str) -> None:
-    """The same, not packed, as one writes it in NumPy and torch."""
+    """The same, not packed, as one writes it in NumPy and torch; top-k selects as many elements as the threshold."""
     state = SteadyState.make(2**log2, 0.0, SEED, count=max(1, 2**log2 // 1000))
     residual, update = aligned(2**log2), state.update
     residual[...] = state.residual
@@ -208,13 +208,20 @@ def test_encode_against(times: Times, report: Report, log2: int, peer: str) -> N
         r[positions] -= sent
         return positions, sent
 
+    def torch_topk() -> tuple[Any, Any]:
+        r.add_(u)
+        positions = torch.topk(r.abs(), count, sorted=False).indices
+        sent = r[positions]
+        r[positions] = 0.0
+        return positions, sent
+
     if peer == "NumPy, three lines":
         theirs, goal = numpy_threshold, 3.5
     else:
         torch = pytest.importorskip("torch")
         torch.set_num_threads(1)
-        r, u = torch.from_numpy(residual), torch.from_numpy(update)
-        theirs, goal = torch_threshold, 10.0
+        r, u, count = torch.from_numpy(residual), torch.from_numpy(update), np.count_nonzero(update)
+        theirs, goal = (torch_topk, 40.0) if "topk" in peer else (torch_threshold, 10.0)
     positions = np.sort(np.asarray(theirs()[0]))
     np.testing.assert_array_equal(positions, np.flatnonzero(update))
     ours, other = times(encoding(state)[0], {peer: theirs})

@@ -51,7 +51,7 @@ class Samples(dict[str, list[float]]):
         ours, theirs = Timing(name, tuple(self[name])), Timing("np.add", tuple(self["np.add"]))
         most, where = TARGETS.get(what := f"{name}, {kind}"), f"{round(self._numel / 1e6)} M"
         target = Target("<=", most) if most else None
-        return ratio(("sizes", what, where), ours, theirs, target=target, note=note)
+        return ratio(("real-sizes", what, where), ours, theirs, target=target, note=note)
 
 
 def train(pipe: Connection, numel: int, dtype: str, member: str) -> None:
@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="5 million parameters in float32")
     parser.add_argument("--millions", nargs="+", type=int, default=[5, 25, 124])
     options = parser.parse_args()
-    report = Report("sizes", {"density": DENSITY}, "smoke test" if options.smoke else "")
+    report = Report("real-sizes", {"density": DENSITY}, "smoke test" if options.smoke else "")
     for millions in [5] if options.smoke else options.millions:
         for dtype in ["float32"] if options.smoke else ["float32", "bfloat16"]:
             with children((train, millions * 1_000_000, dtype, "")) as (first,):

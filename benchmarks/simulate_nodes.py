@@ -31,6 +31,7 @@ NETWORK = Network((64, 256, 128, 10))
 NUMEL = NETWORK.numel
 HEADER_BYTES, PIECE_BYTES = 48, 8  # of a message, and before the messages of one part
 TRAINING_IMAGES = 899  # half; the loss of the other half has less noise than that of a few images
+FALLING_STEPS, FALLING_FROM = 50, 10.0
 
 Floats = NDArray[np.float32]
 
@@ -46,12 +47,16 @@ class Run:
     adam: bool = False
     rate: float = 0.02
     steps: int = 400
+    falls: bool = False  # the density, from ten times as much, in the first steps
 
     @property
     def name(self) -> str:
         if self.density is None or not self.owners:
             return "dense" if self.density is None else f"mesh, {self.density:g}"
-        return f"sharded, {self.owners} owners, {self.density:g} and {self.owner_density:g}"
+        falling = ", falling from 10 times" if self.falls else ""
+        return (
+            f"sharded, {self.owners} owners, {self.density:g} and {self.owner_density:g}{falling}"
+        )
 
 
 def optimizer(run: Run) -> Callable[[Floats], Floats]:
@@ -88,10 +93,9 @@ def train(run: Run, seed: int) -> tuple[float, float, float]:
     update_of, received, headers = optimizer(run), 0, 0
     gradients = np.empty((rows, NUMEL), np.float32)
     partition = gw.Partition(NUMEL, max(1, run.owners))
-    policy = gw.TargetDensity(run.density or 0.5)
-    encoders = [gw.Encoder(NUMEL, policy) for _ in range(rows)]
-    owners = [gw.Encoder(size, gw.TargetDensity(run.owner_density)) for size in partition.sizes]
-    for _ in range(run.steps):
+    encoders = [gw.Encoder(NUMEL, policy(run.density or 1.0, run, 0)) for _ in range(rows)]
+    owners = [gw.Encoder(size, policy(run.owner_density, run, 0)) for size in partition.sizes]
+    for step in range(run.steps):
         chosen = rng.integers(len(images.labels), size=(rows, BATCH // rows))
         for encoder, batch, out in zip(encoders, chosen, gradients, strict=True):
             params = shared + encoder.residual
@@ -101,6 +105,10 @@ def train(run: Run, seed: int) -> tuple[float, float, float]:
             shared += updates[0]
             received += 2 * (run.nodes - 1) * 4 * NUMEL // run.nodes
             continue
+        if run.falls and step <= FALLING_STEPS:
+            for one in (*encoders, *owners):
+                density = run.density if one in encoders else run.owner_density
+                one.set_policy(policy(density, run, step))
         pairs = list(zip(encoders, updates, strict=True))
         if not run.owners:
             messages = [one.encode(update) for one, update in pairs]
@@ -124,6 +132,12 @@ def train(run: Run, seed: int) -> tuple[float, float, float]:
     return loss, received / per_parameter, (received - headers) / per_parameter
 
 
+def policy(density: float, run: Run, step: int) -> gw.TargetDensity:
+    """Return the policy of one step."""
+    left = max(0.0, 1.0 - step / FALLING_STEPS) if run.falls else 0.0
+    return gw.TargetDensity(min(0.5, density * FALLING_FROM**left))
+
+
 def runs() -> Iterator[tuple[str, list[Run]]]:
     """Yield the name of every table, and its lines; the first two are dense and mesh."""
     for nodes in (16, 64):
@@ -134,7 +148,7 @@ def runs() -> Iterator[tuple[str, list[Run]]]:
         one = Run(16, 0.01, adam=True, rate=rate, steps=300)
         sharded = replace(one, owners=16, owner_density=0.03)
         ways = [replace(one, density=None), one, sharded, replace(sharded, owner_density=0.01)]
-        ways.append(replace(one, density=0.05))
+        ways += [replace(sharded, falls=True), replace(one, density=0.05)]
         ways += [replace(sharded, density=p, owner_density=p) for p in (0.03, 0.05, 0.08)]
         yield f"adam, 16 nodes, rate {rate:g}", ways
 

@@ -16,6 +16,7 @@ import json
 import os
 import random
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -29,7 +30,6 @@ from gradwire.errors import WouldBlock
 from gradwire.transport import Limits, Node, Peer, PeerJoined, Ticket
 
 NODES = 3
-ADDRESSES = [f"127.0.77.{index + 1}:40177" for index in range(NODES)]
 SECRET = bytes(range(100, 132))
 MESSAGE_BYTES_MAX, BURST_BYTES_MAX, QUEUE_BYTES = 8 << 20, 24 << 20, 32 << 20
 CONTENT = random.Random(1).randbytes(3 * MESSAGE_BYTES_MAX)
@@ -159,19 +159,29 @@ def run_node(bind: str, peers: list[str], node_id: int, end_s: float) -> None:
 # ---- all of them ----------------------------------------------------------------------------------------------------
 
 
-def start(index: int, end_s: float) -> subprocess.Popen[str]:
-    others = ADDRESSES[:index] + ADDRESSES[index + 1 :]
-    arguments = ["--node", str(index + 1), str(end_s), ADDRESSES[index], *others]
+def start(index: int, addresses: list[str], end_s: float) -> subprocess.Popen[str]:
+    others = addresses[:index] + addresses[index + 1 :]
+    arguments = ["--node", str(index + 1), str(end_s), addresses[index], *others]
     command, environment = [sys.executable, __file__, *arguments], os.environ | ALLOCATOR
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
 
 
+def free_addresses() -> list[str]:
+    sockets = [socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(NODES)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return [f"127.0.0.1:{port}" for port in ports]
+
+
 def soak(minutes: float, seed: int) -> tuple[list[dict[str, Any]], int]:
     """Run the nodes; return the report of each and the number of kills."""
-    chance = random.Random(seed)
+    chance, addresses = random.Random(seed), free_addresses()
     end_s = time.monotonic() + START_S + 60.0 * minutes
     kills, next_s = 0, time.monotonic() + chance.uniform(*LIFE_S)
-    nodes = [start(index, end_s) for index in range(NODES)]
+    nodes = [start(index, addresses, end_s) for index in range(NODES)]
     try:
         while time.monotonic() < end_s - LIFE_S[0]:
             time.sleep(0.5)
@@ -181,7 +191,7 @@ def soak(minutes: float, seed: int) -> tuple[list[dict[str, Any]], int]:
                 nodes[victim].kill()
                 nodes[victim].communicate()
                 time.sleep(chance.choice((0.0, 1.0, 4.0)))
-                nodes[victim] = start(victim, end_s)
+                nodes[victim] = start(victim, addresses, end_s)
                 kills, next_s = kills + 1, time.monotonic() + chance.uniform(*LIFE_S)
         outputs = [node.communicate(timeout=60.0)[0] for node in nodes]
         assert not any(node.returncode for node in nodes), "a node has failed"

@@ -28,7 +28,7 @@ MODULES_MAX = {"cli": 16, "exchange": 20, "spark": 16, "torch": 16, "transport":
 DEPTH_MAX = 8
 LINES_MAX = {
     "python/gradwire/transport/": 4_000,
-    "benchmarks/": 4_400,  # nine recipes of others, each written faithfully, are 860 of them
+    "benchmarks/": 4_500,  # nine recipes of others, each written faithfully, are 860 of them
 }
 DOCSTRING_LINES_MAX = 40
 
