@@ -18,8 +18,8 @@ pytest.importorskip("ray", reason="ray is not installed")
 
 import ray.train
 from ray.cluster_utils import Cluster
-from ray.train.data_parallel_trainer import DataParallelTrainer
 from ray.train.torch import TorchTrainer
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from gradwire.ray import GradwireConfig
 

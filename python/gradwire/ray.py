@@ -57,10 +57,10 @@ class _Seat:
 
 
 class _TeamBackend(Backend):  # type: ignore[misc,unused-ignore]
-    """Prepares workers; the controller of each run has an object of its own."""
-
     def on_start(self, worker_group: Any, _: GradwireConfig) -> None:
         """Set the variables of all workers, or of one that replaces another."""
+        if not hasattr(worker_group, "get_workers"):
+            raise TypeError("gradwire.ray needs a trainer of Ray Train V2, such as TorchTrainer")
         seats: list[_Seat] = worker_group.execute(_seat)
         if len(seats) == seats[0].world_size:
             self._seats: dict[int, _Seat] = {}
@@ -108,7 +108,6 @@ class _ReplacingBackend(_TeamBackend):
 
 
 def _seat() -> _Seat:
-    """Return the seat of the worker that calls this."""
     context, node = ray.train.get_context(), ray.get_runtime_context().get_node_id()
     host = ray.util.get_node_ip_address()
     return _Seat(context.get_world_rank(), context.get_world_size(), node, host, free_port())
