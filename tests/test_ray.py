@@ -255,18 +255,20 @@ def test_arrays_are_shared_without_torch_s_trainer(tmp_path: Path) -> None:
 
 
 def test_the_example_runs() -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    environment.pop("RAY_ADDRESS", None)
+    # Ray takes lines that differ in numbers alone for one.
+    variables = {"PYTHONPATH": os.pathsep.join(sys.path), "RAY_DEDUP_LOGS": "0"}
     done = subprocess.run(
         [sys.executable, str(EXAMPLE)],
-        env=environment,
+        env={**os.environ, **variables},
         text=True,
         capture_output=True,
         timeout=240,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    last = done.stdout.splitlines()[-1]
-    assert float(re.findall(r"'accuracy': ([\d.]+)", last)[0]) > 0.93
-    checksums = re.findall(r"checksum (-?\d+)", done.stdout + done.stderr)
-    assert len(checksums) == 2
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    accuracies = re.findall(r"'accuracy': ([\d.]+)", output)
+    assert accuracies, output
+    assert all(float(accuracy) > 0.93 for accuracy in accuracies)
+    checksums = re.findall(r"checksum (-?\d+)", output)
+    assert len(checksums) == 2, output
     assert len(set(checksums)) == 1
