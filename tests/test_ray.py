@@ -269,6 +269,6 @@ def test_the_example_runs() -> None:
     accuracies = re.findall(r"'accuracy': ([\d.]+)", output)
     assert accuracies, output
     assert all(float(accuracy) > 0.93 for accuracy in accuracies)
-    checksums = re.findall(r"checksum (-?\d+)", output)
-    assert len(checksums) == 2, output
-    assert len(set(checksums)) == 1
+    checksums = dict(re.findall(r"rank (\d): .*checksum (-?\d+)", output))
+    assert sorted(checksums) == ["0", "1"], output
+    assert len(set(checksums.values())) == 1
