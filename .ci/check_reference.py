@@ -20,6 +20,7 @@ MODULES = (
         "feed",
         "jax",
         "policy",
+        "ray",
         "spark",
         "torch",
     ),

@@ -63,16 +63,18 @@ ALLOWED = {
     "torch": CODEC | {"exchange", "rendezvous", "sharing", "torch", "transport", INTERFACE},
     "hf": {"exchange", "sharing", "torch"},
     "lightning": {"exchange", "rendezvous", "sharing", "torch"},
+    "ray": {"cli"},
     "spark": CODEC | {"clock", "exchange", "feed", "spark", "torch", "transport", INTERFACE},
     "__init__": CODEC | {"coprocessor", "cost", "exchange", "hosted", "sharing", "transport"},
     "__main__": {"cli"},
 }
-FRAMEWORKS = {"cupy", "jax", "matplotlib", "pyspark", "sklearn", "torch"}
+FRAMEWORKS = {"cupy", "jax", "matplotlib", "pyspark", "ray", "sklearn", "torch"}
 # Packages for a framework; nothing imports them before the user does.
 FRAMEWORK_PACKAGES = {
     "torch": {"torch"},
     "feed": {"torch"},
     "hf": {"torch"},
+    "ray": {"ray"},
     "spark": {"matplotlib", "pyspark", "torch"},
 }
 WITH_SOCKETS = {"rendezvous.py", "transport/addressing.py", "transport/driver.py"}

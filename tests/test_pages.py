@@ -21,8 +21,13 @@ from gradwire.cli import compare, demo, doctor, estimate, info, run, secret, top
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-NEEDS = {"pytorch": "torch", "spark": "spark", "jax": "jax"}
-MODULES = {"torch": ("torch",), "spark": ("torch", "pyspark"), "jax": ("jax", "optax")}
+NEEDS = {"pytorch": "torch", "spark": "spark", "jax": "jax", "ray": "ray"}
+MODULES = {
+    "torch": ("torch",),
+    "spark": ("torch", "pyspark"),
+    "jax": ("jax", "optax"),
+    "ray": ("torch", "ray"),
+}
 PAGES = [
     pytest.param(
         path,

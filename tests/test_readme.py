@@ -29,6 +29,7 @@ OPTIONAL = (
     "gradwire.hf",
     "gradwire.jax",
     "gradwire.lightning",
+    "gradwire.ray",
     "gradwire.torch",
     "gradwire.spark",
     "gradwire._cuda",

@@ -72,6 +72,14 @@ def test_torchrun_s_ranks_connect_to_rank_0() -> None:
     )
 
 
+def test_two_agents_of_one_computer_have_teams_of_different_names() -> None:
+    first, other = (placement({**TORCHRUN, "GROUP_RANK": number}) for number in ("0", "1"))
+    assert rendezvous.name_of(first) != rendezvous.name_of(other)
+    assert rendezvous.name_of(first) == rendezvous.name_of(
+        placement({**TORCHRUN, "GROUP_RANK": "0", "RANK": "2", "LOCAL_RANK": "0"})
+    )
+
+
 def test_slurm_s_tasks_connect_to_the_first_machine_at_a_port_of_their_step() -> None:
     place = placement(SLURM)
     assert (place.rank, place.size, place.local_size) == (4, 5, 1)

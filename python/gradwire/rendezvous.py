@@ -212,7 +212,8 @@ def _torchrun(variables: Mapping[str, str]) -> Placement | None:
         _number(variables, "LOCAL_RANK", 0),
         _number(variables, "LOCAL_WORLD_SIZE", 1),
         seed,
-        f"torchrun {job} {seed} {restarts}",
+        # Several agents of one computer, as in tests, are machines of their own, with teams of their own.
+        f"torchrun {job} {seed} {restarts} {variables.get('GROUP_RANK', '')}",
         _number(variables, "GROUP_WORLD_SIZE", 0),
     )
 

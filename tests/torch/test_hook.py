@@ -509,6 +509,34 @@ def test_a_state_of_another_format_is_refused() -> None:
         ThresholdState(parameters=()).load_state_dict({"format": 7})
 
 
+def refusals(_: int) -> list[str]:
+    class Signs(torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {"lr": 0.1})
+
+        def step(self, _: Any = None) -> None:
+            for param in self.param_groups[0]["params"]:
+                param.data -= 0.1 * param.grad.sign()
+
+    ddp = DistributedDataParallel(Linear())
+    texts = []
+    for make in (torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad, Signs):
+        try:
+            register_threshold_hook(ddp, optimizer=make(ddp.parameters()))
+        except ValueError as error:
+            texts.append(f"{make.__name__}: {error}")
+    return texts
+
+
+def test_adaptive_optimisers_are_refused_with_the_reason_and_the_way_out(two_ranks: Ranks) -> None:
+    texts, _ = two_ranks.run(refusals)
+    names = [text.split(": ")[0] for text in texts]
+    assert names == ["AdamW", "RMSprop", "Adagrad", "Signs"]
+    for text in texts:
+        assert "divides by the size of its gradients" in text
+        assert "gradwire.torch.share(model, optimizer)" in text
+
+
 # ---- registration with DDP -------------------------------------------------------------------------------------------
 
 

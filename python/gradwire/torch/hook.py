@@ -572,8 +572,10 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, momentum: float) -> None:
     name = type(optimizer).__name__
     if is_adaptive(optimizer):
         raise ValueError(
-            f"{name} divides by a running mean of squares, which sparse gradients distort: use "
-            "gradwire.torch.share(model, optimizer), which shares the optimiser's updates, or SGD"
+            f"{name} divides by the size of its gradients, as Adam by a running mean of squares, and the hook's sparse "
+            "gradients have another size: the loss would be higher (docs/torch.md says by how much). Use "
+            "gradwire.torch.share(model, optimizer) without DistributedDataParallel, which shares the optimiser's "
+            "updates; or SGD"
         )
     inner = max(group.get("momentum", 0.0) for group in optimizer.param_groups)
     if momentum and inner:
