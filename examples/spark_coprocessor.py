@@ -73,10 +73,12 @@ def make_network() -> nn.Module:
 def host_network(name: str, address: str, secret: str, path: Path) -> None:
     """Be the co-processor: apply the descent to every gradient that comes."""
     params = list(make_network().parameters())
-    optimizer = torch.optim.Adam(params, lr=0.001)
+    optimizer = torch.optim.Adam(params)
     options: dict[str, Any] = {"name": name, "path": path, "save_every": 50, "threshold": DENSITY}
     with gw.Node(address, secret=secret) as node, Host(node, params, optimizer, **options) as host:
         while host.version < UPDATES:
+            # Of the version, which a host that is started again goes on with.
+            optimizer.param_groups[0]["lr"] = 0.002 * (1.0 - host.version / UPDATES)
             host.step()
 
 
