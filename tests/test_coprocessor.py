@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from gradwire.transport import Limits, PeerJoined
 SECRET = bytes(range(32))
 SHAPES = [(3, 5), (7,)]
 NUMEL = 22
+WHOLE = 1 << 20  # bytes of a slice with which nothing here is cut
 QUICK = Limits(heartbeat_s=0.1, down_s=1.0)
 
 Arrays = list[NDArray[Any]]
@@ -60,7 +62,7 @@ class Cluster:
         self._pool = stack.enter_context(ThreadPoolExecutor(1))
 
     def node(self, *peers: str, bind: str = "127.0.0.1:0", **options: Any) -> gw.Node:
-        node = gw.Node(bind, peers, secret=SECRET, limits=QUICK, **options)
+        node = gw.Node(bind, peers, secret=SECRET, **{"limits": QUICK, **options})
         self._stack.callback(node.close, 0.0)
         return node
 
@@ -71,8 +73,9 @@ class Cluster:
         return host
 
     def worker(self, host: Host, params: Any = None, **options: Any) -> Worker:
-        options = {"threshold": 0.5, "in_flight": 100, "timeout_s": 20.0, **options}
-        node = self.node(host.node.address)
+        defaults = {"threshold": 0.5, "in_flight": 100, "timeout_s": 20.0, "limits": QUICK}
+        options = {**defaults, **options}
+        node = self.node(host.node.address, limits=options.pop("limits"))
         worker = self.run(host, lambda: Worker(node, params, **options))
         self._stack.callback(worker.close)
         return worker
@@ -168,6 +171,32 @@ def test_the_last_dense_gradient_of_a_worker_leaves_nothing_behind(cluster: Clus
     assert not worker.encoder.residual.any()
 
 
+def test_a_gradient_larger_than_a_message_is_applied_as_a_whole_or_not_at_all(
+    cluster: Cluster,
+) -> None:
+    small = replace(QUICK, message_bytes_max=4_096)
+    rng = np.random.default_rng(2)
+    first, second = (np.float32(rng.integers(-32, 33, 20_000) / 16.0) for _ in range(2))
+    node = cluster.node(limits=small)
+    host = cluster.host(node=node, params=[np.zeros_like(first)], name="large")
+    worker = cluster.worker(host, name="large", threshold=0.0625, limits=small)
+    worker.send(first, dense=True)
+    assert first.nbytes > 16 * small.message_bytes_max
+    while len(host._inbox) < 3:
+        host._inbox.extend(host.node.receive(0.02))
+    while len(host._inbox) > 3:
+        host._inbox.pop()
+    host.step(0.0)
+    cluster.lose_connection(worker, host)
+    assert host._assembler.assemblies
+    assert host.version == 0
+    worker.send(second, dense=True)
+    cluster.run(host, partial(refresh, worker, partial(is_settled, worker)))
+    assert host.version == 2
+    np.testing.assert_array_equal(-host.params[0], first + second)
+    assert not host._assembler.assemblies
+
+
 def test_a_gradient_that_is_too_old_is_refused_and_stays_in_the_residual(cluster: Cluster) -> None:
     host = cluster.host(max_staleness=3)
     fast, slow = cluster.worker(host), cluster.worker(host)
@@ -261,16 +290,20 @@ def test_a_connection_that_is_replaced_loses_and_repeats_nothing(cluster: Cluste
 
 
 @pytest.mark.parametrize(
-    ("seed", "restarts"),
-    [(0, 0), (1, 0), (2, 0), (3, 0), (4, 1), (5, 1)]
-    + [pytest.param(seed, 4, marks=pytest.mark.slow) for seed in range(6, 9)],
+    ("seed", "restarts", "slice_bytes"),
+    [(0, 0, WHOLE), (1, 0, WHOLE), (2, 0, 64), (3, 0, 64), (4, 1, WHOLE), (5, 1, 64)]
+    + [pytest.param(seed, 4, WHOLE, marks=pytest.mark.slow) for seed in range(6, 9)]
+    + [pytest.param(seed, 4, 64, marks=pytest.mark.slow) for seed in range(9, 12)],
 )
 def test_no_gradient_is_lost_or_repeated_whatever_fails_and_whenever(
     cluster: Cluster,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     seed: int,
     restarts: int,
+    slice_bytes: int,
 ) -> None:
+    monkeypatch.setattr(coprocessor, "SLICE_BYTES", slice_bytes)
     chance = random.Random(seed)
     options: dict[str, Any] = {"path": tmp_path / "checkpoint", "save_every": 3, "name": "model"}
     options |= {"max_staleness": 0, "threshold": 0.25, "gradients_per_step": 1 + seed % 2}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -24,11 +27,10 @@ def addresses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_two_processes_fit_the_same_line(addresses: list[str]) -> None:
     one, two = addresses
-    environment = {
-        **os.environ,
+    variables = {
+        **environment(),
         "GRADWIRE_SECRET": bytes(range(32)).hex(),
         "OPENBLAS_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(sys.path),
     }
     script = str(EXAMPLES / "train_together.py")
     commands = [
@@ -38,7 +40,7 @@ def test_two_processes_fit_the_same_line(addresses: list[str]) -> None:
     processes = [
         subprocess.Popen(
             command,
-            env=environment,
+            env=variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -60,16 +62,20 @@ def test_two_processes_fit_the_same_line(addresses: list[str]) -> None:
     assert int(first.group(2)) < 400
 
 
-def run(*command: str) -> str:
-    """Run a command in the environment of these tests and return what it prints."""
-    environment = {
+def environment() -> dict[str, str]:
+    """Return the environment of these tests for another process."""
+    return {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(EXAMPLES), *sys.path]),
     }
+
+
+def run(*command: str) -> str:
+    """Run a command in the environment of these tests and return what it prints."""
     done = subprocess.run(
         [sys.executable, *command],
-        env=environment,
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=240,
@@ -153,3 +159,67 @@ def test_spark_stops_producing_when_training_on_its_series_ends() -> None:
     steps, produced, wasted = map(int, found.groups())
     assert produced == steps + wasted
     assert wasted <= 32  # what the feed holds
+
+
+def descendants(ancestor: int) -> dict[int, tuple[int, str]]:
+    """Return the processes that a process has started, and those that they have started: parents and commands."""
+    processes = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it may end meanwhile
+            # The second field is a name in parentheses, which may contain spaces.
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            processes[int(folder.name)] = parent, command
+    kept = {ancestor}
+    while more := {pid for pid in processes if processes[pid][0] in kept} - kept:
+        kept |= more
+    return {pid: processes[pid] for pid in kept - {ancestor} if pid in processes}
+
+
+def kill(ancestor: int, *, is_host: bool) -> int:
+    """Kill the co-processor, or all Python workers of Spark; return the number of killed processes."""
+    started = descendants(ancestor)
+    if is_host:
+        chosen = [pid for pid in started if "--multiprocessing-fork" in started[pid][1]]
+    else:
+        # The daemon forks the workers.
+        daemons = [pid for pid in started if "pyspark.daemon" in started[pid][1]]
+        chosen = [pid for pid in daemons if started[pid][0] in daemons]
+    for pid in chosen:
+        os.kill(pid, signal.SIGKILL)
+    return len(chosen)
+
+
+@pytest.mark.slow
+@pytest.mark.spark
+@pytest.mark.torch
+def test_tasks_of_spark_and_their_coprocessor_are_killed_and_the_training_goes_on() -> None:
+    command = [sys.executable, str(EXAMPLES / "spark_coprocessor.py")]
+    with subprocess.Popen(
+        command,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        watchdog = threading.Timer(240, process.kill)
+        watchdog.start()
+        assert process.stdout is not None
+        output = ""
+        killed: list[int] = []
+        for line in process.stdout:
+            output += line
+            version = re.match(r"version (\d+)", line)
+            if version and int(version.group(1)) > 0 and len(killed) < 2:
+                killed.append(kill(process.pid, is_host=len(killed) == 1))
+        assert process.stderr is not None
+        errors = process.stderr.read()
+        watchdog.cancel()
+    assert process.returncode == 0, output + errors
+    tasks, hosts = killed
+    assert tasks >= 2
+    assert hosts == 1
+    assert output.count("the co-processor has died, and is started again") == 1
+    measured = re.findall(r"version (\d+): mean squared error ([\d.]+)", output)
+    assert int(measured[-1][0]) >= 3_000
+    assert float(measured[-1][1]) < 0.02

@@ -50,7 +50,7 @@ ALLOWED = {
     "dl4j": {"errors", "message", "policy"},
     "shared_memory": set(),
     "hosted": {"errors", "shared_memory"},
-    "coprocessor": CODEC | {"hosted", "shared_memory", "transport"},
+    "coprocessor": CODEC | {"hosted", "shared_memory", "slices", "transport"},
     "cost": {"transport"},
     "calibration": CODEC | {"cost", "transport"},
     "transport": {"errors", "rendezvous", "transport"},

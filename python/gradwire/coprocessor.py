@@ -34,9 +34,10 @@ from numpy.typing import NDArray
 
 from .arrays import Arrays, copies, layouts, put
 from .codec import Encoder
-from .errors import GradwireError, MessageError, Mismatch, NotConnected, TooLarge, WouldBlock
+from .errors import GradwireError, MessageError, Mismatch, NotConnected, WouldBlock
 from .hosted import HostedModel
 from .message import Message, apply, apply_many, decode, dense_message
+from .slices import SLICE_BYTES, Assembler, Outgoing, Slicer, tag_of_slice
 from .state import check_format, check_range
 from .transport import Node, Peer, PeerJoined, Received, Ticket
 
@@ -62,6 +63,7 @@ class _Kind(enum.IntEnum):
     ASK = 4  # of a worker, for a status
     STATUS = 5  # last gradient taken, saved, refused; the next part or change of the replica
     END = 6  # of the training
+    SLICE = 7  # of a large gradient
 
 
 @dataclass(eq=False)
@@ -258,6 +260,8 @@ class Host(AbstractContextManager["Host"]):
         self._model = None if name is None else HostedModel(name, initial, version=self.version)
         self.params = self._model.params if self._model else copies(initial)
         _move(given, self.params)
+        # Dense, with the headers; coded messages are smaller.
+        self._assembler = Assembler(2 * sum(param.nbytes for param in self.params) + 4_096)
 
     @cached_property
     def _encoder(self) -> Encoder:
@@ -293,6 +297,12 @@ class Host(AbstractContextManager["Host"]):
         while self._inbox and len(self._batch) < self.gradients_per_step:
             peer, kind, payload = self._inbox.popleft()
             try:
+                if kind == _Kind.SLICE:
+                    kind = tag_of_slice(payload)
+                    whole = self._assembler.add(peer, kind, payload)
+                    if whole is None:
+                        continue
+                    payload = whole
                 self._take(peer, kind, payload)
             except (MessageError, struct.error) as error:
                 # Its worker keeps the gradient and waits; the others must not suffer.
@@ -327,6 +337,7 @@ class Host(AbstractContextManager["Host"]):
         """Answer workers, after the step with their gradients. A worker that gets no answer asks again."""
         peers = set(self.node.peers)
         self._replicas = {peer: self._replicas[peer] for peer in self._replicas.keys() & peers}
+        self._assembler.keep_only(peers)
         for peer, (run, kind) in self._answers.items():
             status = (run.taken, run.saved, run.refused)
             if kind == _Kind.HELLO:
@@ -411,6 +422,36 @@ class Host(AbstractContextManager["Host"]):
             self.close()
 
 
+class _Channel:
+    """A worker's gradients on their way to the host; large ones go in slices.
+
+    Attributes:
+        sent: number of the last gradient that the transport has taken on this connection.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self.sent = 0
+        most_bytes = min(SLICE_BYTES, node.limits.message_bytes_max)
+        self._slicer = Slicer(node, _Kind.SLICE, lambda peer: peer, lambda _: most_bytes)
+        self._outgoing: Outgoing | None = None  # of which the transport has not taken all
+
+    def restart(self, sent: int) -> None:
+        """Begin after this gradient; what was sent of the next one is of no use."""
+        self.sent = sent
+        self._outgoing = None
+
+    def send(self, host: Peer, numbers: tuple[int, ...], message: Message) -> bool:
+        """Send the next gradient, or the rest of it; return False if there is no space for all of it."""
+        if self._outgoing is None:
+            self._outgoing = Outgoing(_Kind.GRADIENT, _packed(numbers, message), host)
+        try:
+            self._slicer.send(self._outgoing)
+        except (WouldBlock, NotConnected):
+            return False
+        self.restart(numbers[2])
+        return True
+
+
 class Worker(AbstractContextManager["Worker"]):
     """A process that computes gradients for a `Host`, and waits for it while it is restarted.
 
@@ -483,7 +524,7 @@ class Worker(AbstractContextManager["Worker"]):
         self._flat: NDArray[Any] = np.empty(0)  # the replica
         self._parts = 0  # of it that have come
         # Numbers of gradients, each with all before it.
-        self._sent = 0  # on this connection
+        self._channel = _Channel(node)
         self._taken = 0  # by the host
         self._saved = 0  # in its last checkpoint
         self._wait(lambda: self._is_ready)
@@ -515,7 +556,6 @@ class Worker(AbstractContextManager["Worker"]):
         Raises:
             NonFiniteUpdate, TypeError, ValueError: as ``Encoder.encode``; nothing was sent.
             TimeoutError: the host did not answer in time; the gradient is kept, and sent later.
-            TooLarge: the message is larger than the node's ``message_bytes_max``, and back in the residual.
         """
         # The smaller one: the gradient does not know others' steps that come now, and a restarted host goes back.
         version = min(self.version, self.refresh())
@@ -582,7 +622,7 @@ class Worker(AbstractContextManager["Worker"]):
         # A restarted host goes back: what was computed for later versions counts as computed for this one.
         self.version = min(self.version, version)
         self._kept = {number: (min(v, version), m) for number, (v, m) in self._kept.items()}
-        self._sent = status[0]
+        self._channel.restart(status[0])
         self._parts = 0
         self._follow(version, status, memoryview(b""))
 
@@ -610,20 +650,16 @@ class Worker(AbstractContextManager["Worker"]):
         for number in [number for number in self._kept if number >= first]:
             apply(self._kept.pop(number)[1], self.encoder.residual)
             self.refused += 1
+        self._channel.restart(self._channel.sent)
 
     def _transmit(self) -> None:
         """Send the gradients that were not sent on this connection, as far as there is space."""
         previous = self._saved
         for number, (version, message) in self._kept.items():
-            if number > self._sent and self._host is not None:
+            if number > self._channel.sent and self._host is not None:
                 numbers = (self._run, version, number, previous)
-                try:
-                    if not _publish(self.node, self._host, _Kind.GRADIENT, numbers, message):
-                        return
-                except TooLarge:
-                    self._take_back(number)
-                    raise
-                self._sent = number
+                if not self._channel.send(self._host, numbers, message):
+                    return
             previous = number
 
     def _wait(self, is_done: Callable[[], bool]) -> None:
@@ -651,11 +687,16 @@ def _publish(
     node: Node, peer: Peer | None, kind: _Kind, numbers: tuple[int, ...] = (), body: Any = b""
 ) -> Ticket | None:
     """Publish a message to a peer, or to all; return None if there is no space or the peer is not connected."""
-    header = _HEADER.pack(*numbers, *[0] * (5 - len(numbers)))
     try:
-        return node.publish(header + bytes(body), tag=kind, to=peer)
+        return node.publish(_packed(numbers, body), tag=kind, to=peer)
     except (WouldBlock, NotConnected):
         return None
+
+
+def _packed(numbers: tuple[int, ...], body: Any) -> bytes:
+    """Return a message's header and body."""
+    header = _HEADER.pack(*numbers, *[0] * (5 - len(numbers)))
+    return header + bytes(body)
 
 
 def _numel(arrays: Arrays) -> int:

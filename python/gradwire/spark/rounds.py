@@ -39,8 +39,12 @@ if TYPE_CHECKING:
 
 __all__ = ["fit"]
 
-_CHUNK: Final = 1 << 18  # elements
-_PART_BYTES: Final = 8 << 20
+# Java's collector G1 gives arrays of more than half a region contiguous regions of their own, and leaves their last
+# region unused. With a heap of 1 GB a region has 1 MiB: arrays of 1 MiB and a header would waste half of the heap, and
+# for results of many MiB there is no contiguous space although the heap is not full.
+_CHUNK: Final = 1 << 16  # elements, 256 KiB
+# Spark sends results above 1 MiB through the block managers, which copy them.
+_PART_BYTES: Final = 1 << 20
 _SCHEMA: Final = "chunk bigint, data binary"
 # Numbers of chunks that are no parameters.
 _STATS: Final = -1
@@ -100,14 +104,16 @@ def fit(
                 chosen = rows.filter(~is_held & is_chosen).drop("round")
                 with contextlib.closing(Parcel(spark, state.packed())) as parcel:
                     trained = chosen.mapInArrow(_trainer(job, parcel, epoch), _SCHEMA)
-                    # Each part comes to the driver as one array of Java.
+                    # Each part is a result of a task. Java hands it on to Python when it comes, and keeps nothing;
+                    # with toLocalIterator it pickles all parts, in half as many bytes again, and keeps them.
                     parts = trained.repartition(state.parts, "chunk")
-                    sums = parts.groupBy("chunk").applyInArrow(_sum, _SCHEMA)
-                    for chunk, data in sums.toLocalIterator():
+                    sums = parts.groupBy("chunk").applyInArrow(_sum, _SCHEMA).toArrow()
+                    for chunk, data in zip(sums["chunk"].to_pylist(), sums["data"], strict=True):
                         if chunk == _STATS:
-                            stats.append(json.loads(data))
+                            stats.append(json.loads(data.as_py()))
                         else:
-                            state.put(chunk, data)
+                            state.put(chunk, data.as_buffer())
+                    del sums
                 rounds_done += 1
                 done = rounds_done * every
                 if job.checkpoints.is_due(done - every, done):
@@ -143,6 +149,8 @@ class _State:
         replica = ModelReplica(job)
         self._flat = averaged_values(replica, _averaging(job))
         self._rest = _rest_of(replica)
+        # After their first step most optimisers have a state, Adam twice the parameters.
+        self._growth = 3 if _averaging(job).average_optimizer else 1
 
     def start_from(self, checkpoint: dict[str, Any]) -> None:
         """Take the state of a checkpoint."""
@@ -152,24 +160,25 @@ class _State:
             replica.optimizer.load_state_dict(checkpoint["optimizer"])
         self._flat = averaged_values(replica, _averaging(self._job))
         self._rest = _rest_of(replica)
+        self._growth = 1
 
     @property
     def parts(self) -> int:
         """Number of parts in which the state comes back."""
-        return 1 + self._flat.nbytes // _PART_BYTES
+        return 1 + self._growth * self._flat.nbytes // _PART_BYTES
 
     def packed(self) -> bytes:
         """Return the state for workers."""
         return pack({"flat": torch.from_numpy(self._flat), "rest": self._rest})
 
-    def put(self, chunk: int, data: bytes) -> None:
+    def put(self, chunk: int, data: bytes | pa.Buffer) -> None:
         """Put in a part of what the workers have after a round."""
         if chunk == _STATE:
-            self._rest = unpack(data)
+            self._rest = unpack(bytes(data))
             return
         values = np.frombuffer(data, np.float32)
         first = chunk * _CHUNK
-        # After their first step most optimisers have a state.
+        self._growth = 1
         if self._flat.size < first + values.size:
             self._flat = np.pad(self._flat, (0, first + values.size - self._flat.size))
         self._flat[first : first + values.size] = values
