@@ -573,8 +573,8 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, momentum: float) -> None:
     if is_adaptive(optimizer):
         raise ValueError(
             f"{name} divides by the size of its gradients, as Adam by a running mean of squares, and the hook's sparse "
-            "gradients have another size: the loss would be higher (docs/torch.md says by how much). Use "
-            "gradwire.torch.share(model, optimizer) without DistributedDataParallel, which shares the optimiser's "
+            "gradients have another size, so the loss would be higher (docs/torch.md says by how much): "
+            "use gradwire.torch.share(model, optimizer) without DistributedDataParallel, which shares the optimiser's "
             "updates; or SGD"
         )
     inner = max(group.get("momentum", 0.0) for group in optimizer.param_groups)
