@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,16 @@ import gradwire as gw  # noqa: E402
 import gradwire.jax  # noqa: E402
 
 pytestmark = pytest.mark.jax
+
+
+@contextmanager
+def two_nodes() -> Iterator[list[gw.Node]]:
+    with (
+        gw.Node("127.0.0.1:0", secret=bytes(range(32)), node_id=1) as one,
+        gw.Node("127.0.0.1:0", [one.address], secret=bytes(range(32)), node_id=2) as two,
+    ):
+        one.expected_peers = two.expected_peers = 1
+        yield [one, two]
 
 
 @pytest.mark.parametrize("make", [optax.adamw, optax.sgd], ids=["adamw", "sgd"])
@@ -36,14 +48,8 @@ def test_nodes_learn_together_with_optax(make: Any) -> None:
             losses.append(float(value))
         return losses, params
 
-    with (
-        gw.Node("127.0.0.1:0", secret=bytes(range(32)), node_id=1) as one,
-        gw.Node("127.0.0.1:0", [one.address], secret=bytes(range(32)), node_id=2) as two,
-    ):
-        nodes = [one, two]
-        one.expected_peers = two.expected_peers = 1
-        with ThreadPoolExecutor(2) as pool:
-            (losses, params), (_, others) = pool.map(train, range(2))
+    with two_nodes() as nodes, ThreadPoolExecutor(2) as pool:
+        (losses, params), (_, others) = pool.map(train, range(2))
     assert np.mean(losses[-10:]) < 0.3 * np.mean(losses[:10])
     for mine, theirs in zip(jax.tree.leaves(params), jax.tree.leaves(others), strict=True):
         np.testing.assert_allclose(mine, theirs, atol=0.1)  # but for both residuals
@@ -81,14 +87,8 @@ def test_parameters_that_were_restored_stay(at: int, ranks: tuple[int, ...]) -> 
             params = optax.apply_updates(params, updates)
         return params
 
-    with (
-        gw.Node("127.0.0.1:0", secret=bytes(range(32)), node_id=1) as one,
-        gw.Node("127.0.0.1:0", [one.address], secret=bytes(range(32)), node_id=2) as two,
-    ):
-        nodes = [one, two]
-        one.expected_peers = two.expected_peers = 1
-        with ThreadPoolExecutor(2) as pool:
-            outcomes = list(pool.map(train, range(2)))
+    with two_nodes() as nodes, ThreadPoolExecutor(2) as pool:
+        outcomes = list(pool.map(train, range(2)))
     share = len(ranks) / 2  # one of two nodes moves the mean half of the way, from zeros
     for params in outcomes:
         np.testing.assert_allclose(params["weights"], 3.0 * share, atol=1e-3)
@@ -163,12 +163,6 @@ def test_a_node_gets_the_first_node_s_parameters_before_its_first_gradient() -> 
         updates, state = optimizer.update(params - 1.0, state, params)
         return optax.apply_updates(params, updates)
 
-    with (
-        gw.Node("127.0.0.1:0", secret=bytes(range(32)), node_id=1) as one,
-        gw.Node("127.0.0.1:0", [one.address], secret=bytes(range(32)), node_id=2) as two,
-    ):
-        nodes = [one, two]
-        one.expected_peers = two.expected_peers = 1
-        with ThreadPoolExecutor(2) as pool:
-            for params in pool.map(work, range(2)):
-                np.testing.assert_allclose(params, 0.5)
+    with two_nodes() as nodes, ThreadPoolExecutor(2) as pool:
+        for params in pool.map(work, range(2)):
+            np.testing.assert_allclose(params, 0.5)
