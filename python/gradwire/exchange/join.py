@@ -322,7 +322,7 @@ class Join:
             if wait.is_over:
                 raise TimeoutError(
                     f"this node did not come in within {wait.silence_s:g} s of the last progress, "
-                    f"from {len(hellos)} members that it sees; {introductions.describe_departed()}"
+                    f"from {len(hellos)} members that it sees; {introductions.describe_departed() or 'nobody has gone'}"
                 )
         # Of a checkpoint: what this node kept as an owner is its residual where another node owns the part now.
         self._replica.add_late_parts(params)
