@@ -282,22 +282,29 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
 
     # ---- one call of all workers -------------------------------------------------------------------------------------
 
+    def put_update(self, update: Arrays, before: Arrays | None = None) -> None:
+        """Leave this worker's update for the next call; with ``before`` the difference of the two."""
+        for index, slot in enumerate(self._slots[self.rank]):
+            values = update[index].reshape(slot.shape)
+            if before:
+                np.subtract(values, before[index], out=slot, casting="same_kind")
+            else:
+                np.copyto(slot, values, casting="same_kind")
+
     def begin_call(
         self,
-        update: Arrays | None,
         call: int,
         *,
-        leads: bool,
+        has_update: bool,
         is_new: bool,
         begins_at: int = 0,
         written: int = 0,
     ) -> int:
-        """Leave an update, wait for all workers, add the updates up, and return the number of the call.
+        """Wait for all workers, add their updates up, and return the number of the call.
 
         Args:
-            update: None: the call needs none.
             call: number of this worker's next call.
-            leads: whether this worker is rank 0.
+            has_update: whether this worker has put an update.
             is_new: whether this is this worker's first call.
             begins_at: number of the training's step at this worker's first call.
             written: digest of the parameters that the caller has written since the last call; 0: none.
@@ -309,22 +316,19 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
         rows = self._rows
         words = self._words
         rank = self.rank
-        if update is not None:
-            for slot, array in zip(self._slots[rank], update, strict=True):
-                np.copyto(slot, array.reshape(slot.shape), casting="same_kind")
         # The order of stores is the protocol: first the update, then the words that describe it, then the word that
         # others wait for. The fences keep compiler and processor from changing that order.
         while True:
             fence()
-            rows[_WEIGHT, rank] = update is not None
+            rows[_WEIGHT, rank] = has_update
             rows[_IS_NEW, rank] = is_new
             rows[_BEGINS_AT, rank] = begins_at
             rows[_HAS_LEFT, rank] = 0
             rows[_WRITTEN, rank] = written
             rows[_ARRIVED, rank] = call
-            if leads:
+            if self.rank == 0:
                 self._gather(call)
-                words[HAS_UPDATES] = update is not None
+                words[HAS_UPDATES] = has_update
                 fence()
                 words[STARTED] = call
             else:
@@ -342,7 +346,7 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
             self._reduce(rank)
         fence()
         rows[_REDUCED, rank] = call
-        if leads:
+        if self.rank == 0:
             # The leader alone waits for all shares: it reads the whole sum next.
             for other in np.flatnonzero(rows[_TAKES_PART]).tolist():
                 self._wait(
@@ -355,21 +359,19 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
             fence()
         return call
 
-    def end_call(self, call: int, *, leads: bool) -> None:
+    def end_call(self, call: int) -> None:
         """Let the others read the outcome, or wait for the leader's."""
-        words = self._words
         fence()
-        if leads:
-            words[FINISHED] = call
+        if self.rank == 0:
+            self._words[FINISHED] = call
         else:
-            self._wait(lambda: words[FINISHED] >= call, (0,))
+            self._wait(lambda: self._words[FINISHED] >= call, (0,))
         fence()
 
     @property
     def updates(self) -> list[Arrays]:
         """The updates of the workers that take part in this call, by rank; valid until the call ends."""
-        is_sender = self._rows[_TAKES_PART] * self._rows[_WEIGHT]
-        return [self._slots[rank] for rank in np.flatnonzero(is_sender)]
+        return [self._slots[rank] for rank in self.senders]
 
     @property
     def has_newcomers(self) -> bool:
@@ -680,13 +682,12 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
 
     def step_moved(self, params: Any, optimizer_state: OptimizerState = ()) -> StepResult:
         """See `Exchange.step_moved`: the difference to the team's parameters is this worker's update."""
-        self.team.attach(params)
-        update = difference(views(params), self.team.params)
         return self._call_together(
             lambda lead: self._lead_step(lead, optimizer_state),
             params,
-            update,
+            views(params),
             optimizer_state,
+            has_moved=True,
         )
 
     def _lead_step(self, lead: Exchange, optimizer_state: OptimizerState) -> StepResult:
@@ -756,6 +757,8 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
         params: Any = None,
         update: Arrays | None = None,
         state: OptimizerState = (),
+        *,
+        has_moved: bool = False,
     ) -> _Result:
         """Add this worker's update, let the leader act, and copy the resulting parameters.
 
@@ -764,37 +767,38 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
             params: of this worker; None: they stay as they are.
             update: of this worker; None: the action needs none.
             state: of this worker's optimiser; the leader's overwrites that of a worker that comes late.
+            has_moved: whether the update is what ``update`` differs by from the team's parameters.
         """
         team = self.team
         if team.is_closed:
             raise Closed("this worker has closed its team")
-        leads = self.exchange is not None
         if params is not None:
             team.attach(params)
         if not team.is_attached:
             raise RuntimeError("the team has no parameters yet: call join or step first")
         if update is not None:
             self._check_sizes(update)
+            team.put_update(update, team.params if has_moved else None)
         # A worker that takes the place of a dead one begins with whatever the others do, without an update.
         last_call = team.started_call if self._call is None else self._call
         written = int(digest_of(self._written), 16) if self._written else 0
         call = team.begin_call(
-            update,
             last_call + 1,
-            leads=leads,
+            has_update=update is not None,
             is_new=self._call is None,
             begins_at=self.step_number,
             written=written,
         )
         if self.exchange is not None:
             self._act(self.exchange, action, state)
-        team.end_call(call, leads=leads)
+        team.end_call(call)
         self._written = []
         self._outcome = outcome = team.read_outcome()
         self.agreement.load(outcome.agreement)
         # Only a worker that has no state of its own takes the leader's: a new one, or all of them where the machine
         # joined late.
-        if outcome.state_file and not leads and (self._call is None or _is_late(outcome.result)):
+        is_new = self._call is None or _is_late(outcome.result)
+        if outcome.state_file and is_new and self.exchange is None:
             team.take_state(as_state(state), outcome.state_file)
         if self._call is None and call > 1 and outcome.error is None:
             _LOG.warning(
@@ -879,8 +883,9 @@ def hand_over(
     return exchange._call_together(
         lambda lead: single.hand_over(lead, team.params, optimizer_state, team.total),
         params,
-        difference(views(params), team.params),
+        views(params),
         optimizer_state,
+        has_moved=True,
     )
 
 
