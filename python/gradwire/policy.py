@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import lru_cache, partial
@@ -30,9 +31,9 @@ __all__ = [
     "ThresholdPolicy",
     "begin",
     "default_policy",
+    "divide_budget",
     "follow",
     "learned_threshold",
-    "least_bytes",
     "most_changed",
     "policy_for_tensor",
     "round_threshold",
@@ -495,8 +496,9 @@ class TargetDensity:
 class TargetBytes:
     """A budget: the messages of a step never have more bytes, and usually nearly as many.
 
-    ``Groups.of`` divides the budget among its groups. In the sharded exchange one half is for the parts of this node's
-    update, the other half for its result as an owner: the budget is that of everything that a node sends in a step.
+    ``Groups.of`` divides the budget among its groups, the hook for DistributedDataParallel among parameters. In
+    the sharded exchange one half is for the parts of this node's update, the other half for its result as an owner: the
+    budget is that of everything that a node sends in a step.
 
     The encoder aims at the density whose messages just fit. If an update reaches the threshold in more elements than
     fit, only the largest are sent, and the rest stays in the residual. Dense messages (``flush``) are not limited.
@@ -549,7 +551,28 @@ def most_changed(max_bytes: int, numel: int, parts: int) -> int:
     return most
 
 
-def least_bytes(numel: int) -> int:
+def divide_budget(budget: TargetBytes, left: int, sizes: Sequence[int]) -> list[TargetBytes]:
+    """Divide what is left of a budget among tensors of these sizes, by the roots of the sizes.
+
+    Raises:
+        ValueError: that is too little for the smallest messages.
+    """
+    least = [_least_bytes(numel) for numel in sizes]
+    if sum(least) > left:
+        raise ValueError(
+            f"TargetBytes({budget.max_bytes_per_step}) leaves {left} bytes for the messages of {len(sizes)} groups, "
+            f"which have at least {sum(least)}: give more, or one Encoder for the whole model"
+        )
+    # Every message has a header, whatever is in it: only the rest is to divide.
+    roots = [math.sqrt(numel) for numel in sizes]
+    share = (left - sum(least)) / max(sum(roots), 1.0)
+    return [
+        replace(budget, max_bytes_per_step=fixed + int(share * root))
+        for fixed, root in zip(least, roots, strict=True)
+    ]
+
+
+def _least_bytes(numel: int) -> int:
     """Return the least budget of the messages of ``numel`` elements."""
     return min(_ceiling_bytes(numel, 1), _bytes_of(numel, 1, 1))
 

@@ -109,6 +109,22 @@ def test_ranks_hold_the_same_bits_and_nothing_is_lost(
     assert 0 < stats.message_bytes < stats.steps * gw.max_message_bytes(NUMEL, dense=True)
 
 
+@pytest.mark.parametrize("budget", [300, 350])
+def test_a_budget_is_that_of_all_parameters(two_ranks: Ranks, budget: int) -> None:
+    options = {"threshold": gw.TargetBytes(budget), "bucket_cap_mb": 0.0001}
+    for *_, stats in two_ranks.run(train, options):
+        assert stats.message_bytes <= budget * STEPS
+        assert stats.message_bytes > budget * STEPS // 2
+
+
+def test_a_budget_needs_to_know_all_parameters(two_ranks: Ranks) -> None:
+    options = {"threshold": gw.TargetBytes(300), "parameters": None}
+    with pytest.raises(RankFailed, match=r"parameters=model\.named_parameters\(\)"):
+        two_ranks.run(train, options)
+    with pytest.raises(ValueError, match="5 groups, which have at least"):
+        ThresholdState(parameters=Linear().named_parameters(), threshold=gw.TargetBytes(100))
+
+
 def layouts_while_training(rank: int) -> Any:
     """Train, and record the sizes of the parameters in every bucket of every step."""
     layouts: list[list[list[int]]] = []

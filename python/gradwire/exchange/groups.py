@@ -22,7 +22,7 @@ from ..policy import (
     TargetBytes,
     ThresholdPolicy,
     default_policy,
-    least_bytes,
+    divide_budget,
     policy_for_tensor,
 )
 
@@ -150,7 +150,7 @@ class Groups:
             left = threshold.max_bytes_per_step - (dense_bytes if is_dense else 0)
             if not is_dense:
                 sizes_of_budget.append(dense_numel)
-            budgets = iter(_divided(threshold, left, sizes_of_budget))
+            budgets = iter(divide_budget(threshold, left, sizes_of_budget))
             policies = {
                 key: policies[key] if key in policies else next(budgets)
                 for key in range(len(coded))
@@ -330,27 +330,6 @@ class Groups:
         """Add unsent messages, times a factor, to their residuals."""
         for encoder, message in zip(self.encoders, messages, strict=False):
             apply(message, encoder.residual, factor)
-
-
-def _divided(budget: TargetBytes, left: int, sizes: Sequence[int]) -> list[TargetBytes]:
-    """Divide what is left of a budget among tensors of these sizes, by the roots of the sizes.
-
-    Raises:
-        ValueError: that is too little for the smallest messages.
-    """
-    least = [least_bytes(numel) for numel in sizes]
-    if sum(least) > left:
-        raise ValueError(
-            f"TargetBytes({budget.max_bytes_per_step}) leaves {left} bytes for the messages of {len(sizes)} groups, "
-            f"which have at least {sum(least)}: give more, or one Encoder for the whole model"
-        )
-    # Every message has a header, whatever is in it: only the rest is to divide.
-    roots = [math.sqrt(numel) for numel in sizes]
-    share = (left - sum(least)) / max(sum(roots), 1.0)
-    return [
-        replace(budget, max_bytes_per_step=fixed + int(share * root))
-        for fixed, root in zip(least, roots, strict=True)
-    ]
 
 
 def half_of_budget(policy: ThresholdPolicy | TargetBytes) -> TargetBytes | None:

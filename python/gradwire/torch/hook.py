@@ -22,8 +22,10 @@ from ..message import Message, apply, apply_many, parse_many
 from ..policy import (
     ResidualClip,
     ShakeUp,
+    TargetBytes,
     ThresholdPolicy,
     default_policy,
+    divide_budget,
     policy_for_tensor,
 )
 from ..state import check_format
@@ -52,7 +54,7 @@ _BACKENDS = "gloo", "nccl"
 class HookOptions(TypedDict, total=False):
     """The options of a `ThresholdState`, which explains them and has their defaults."""
 
-    threshold: ThresholdPolicy | float | None
+    threshold: ThresholdPolicy | TargetBytes | float | None
     shakeup: ShakeUp | None
     clip: ResidualClip | None
     momentum: float
@@ -157,7 +159,8 @@ class ThresholdState:
             counted from the last to the first.
         threshold: policy of the thresholds, one per parameter; None: density 0.01, or for a model of n < 2,000,000
             elements sqrt(2e6 / n) times as much, up to 0.08. Where the policy aims at a density, a parameter k times as
-            small as the largest gets sqrt(k) times that density, up to 0.08.
+            small as the largest gets sqrt(k) times that density, up to 0.08. A budget (``TargetBytes``) is one for all
+            parameters, so it needs ``parameters``.
         shakeup: periodic messages with a smaller threshold, or None.
         clip: periodic clipping of the residual, or None.
         momentum: of the local momentum correction, in [0, 1); 0.0: none. The optimiser then needs none.
@@ -177,7 +180,7 @@ class ThresholdState:
     process_group: dist.ProcessGroup | None = None
     _: KW_ONLY
     parameters: InitVar[Iterable[tuple[str, torch.nn.Parameter]] | None] = None
-    threshold: ThresholdPolicy | float | None = None
+    threshold: ThresholdPolicy | TargetBytes | float | None = None
     shakeup: ShakeUp | None = None
     clip: ResidualClip | None = None
     momentum: float = 0.0
@@ -206,9 +209,11 @@ class ThresholdState:
         self._warmed: list[ParameterState] = []
         self._is_warmup_finite: list[bool] = []
         self._stats = HookStats()
-        # Raises now what the first bucket's would raise later.
-        sizes = self._parameters.numel, self._parameters.largest
-        self._make_encoder(1, "float32", "cpu", 0, sizes)
+        # Raises now what the first bucket's would raise later. A copy does not know its parameters yet.
+        known = self._parameters.sizes
+        if known or not isinstance(self.threshold, TargetBytes):
+            sizes = self._parameters.numel, self._parameters.largest
+            self._make_encoder(min(known, default=1), "float32", "cpu", 0, sizes)
 
     def __reduce__(self) -> Any:
         """Return what makes a state with the same options, residuals and policies; the process group stays here.
@@ -238,11 +243,9 @@ class ThresholdState:
     def _make_encoder(
         self, numel: int, dtype: str, device: str, key: int, sizes: tuple[int, int]
     ) -> Encoder:
-        model_numel, largest = sizes
-        policy = default_policy(model_numel) if self.threshold is None else self.threshold
         encoder = Encoder(
             numel,
-            threshold=policy_for_tensor(policy, numel, largest),
+            threshold=self._policy_of(numel, sizes),
             shakeup=self.shakeup,
             clip=self.clip,
             dtype=dtype,
@@ -255,6 +258,25 @@ class ThresholdState:
             state = encoder.state_dict()
             encoder.load_state_dict({**state, "threshold": state["threshold"] * self._scale})
         return encoder
+
+    def _policy_of(
+        self, numel: int, sizes: tuple[int, int]
+    ) -> ThresholdPolicy | TargetBytes | float:
+        """Return the policy of a parameter of ``numel`` elements; ``sizes`` are as of `ParameterState`."""
+        model_numel, largest = sizes
+        policy = default_policy(model_numel) if self.threshold is None else self.threshold
+        if not isinstance(policy, TargetBytes):
+            return policy_for_tensor(policy, numel, largest)
+        known = self._parameters.sizes
+        if numel not in known:
+            raise ValueError(
+                f"{policy} is divided among the parameters that require gradients when the state is made, and one of "
+                f"{numel} elements is not among those known: give it parameters=model.named_parameters(), as "
+                "register_threshold_hook does"
+            )
+        return dict(
+            zip(known, divide_budget(policy, policy.max_bytes_per_step, known), strict=True)
+        )[numel]
 
     @property
     def step(self) -> int:

@@ -157,6 +157,11 @@ class ParameterStates:
             self.numel += parameter.numel()
             self.largest = max(self.largest, parameter.numel())
 
+    @property
+    def sizes(self) -> list[int]:
+        """Elements of each trainable parameter; empty while parameters are only counted."""
+        return [numel for _, numel in self._order]
+
     def names(self) -> list[tuple[str, int]] | None:
         """Return names and sizes of the trainable parameters, the last one first; None if they are counted."""
         return self._order if self._is_named else None
