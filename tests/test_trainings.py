@@ -307,3 +307,9 @@ def test_what_clipping_cuts_off_leaves_the_parameters_too() -> None:
             # One threshold of each step is sent, and at most one is left.
             assert np.abs(weights).max() <= 0.125 * (step + 1) + 1e-6
         np.testing.assert_allclose(np.abs(encoder.residual).max(), 0.125)
+
+
+@pytest.mark.parametrize("params", [{"w": np.zeros(3, np.float32)}, None, [0.0, 1.0]], ids=repr)
+def test_what_are_no_arrays_is_refused(params: Any) -> None:
+    with pytest.raises(TypeError, match=r"list\(params\.values\(\)\)"):
+        gw.share(params)

@@ -366,7 +366,7 @@ def share(
         TimeoutError: not all nodes of the run appeared; the message names the missing ones.
         Mismatch: another node shares arrays of other shapes or dtypes, or with other options.
         ValueError: an argument or environment variable that cannot be used.
-        TypeError: an unknown option.
+        TypeError: an unknown option, or no arrays.
 
     >>> import numpy as np, gradwire as gw
     >>> weights = np.zeros(3, np.float32)
@@ -377,6 +377,12 @@ def share(
     [0.5, 0.25, -0.5]
     """
     arrays = list(params) if isinstance(params, (list, tuple)) else [params]
+    for array in arrays:
+        if not (hasattr(array, "dtype") and hasattr(array, "shape")):
+            raise TypeError(
+                f"params must be an array or a list of arrays, and one is a {type(array).__name__}: of a dict, pass "
+                "list(params.values()), in the same order on all nodes"
+            )
     named = [(str(index), array) for index, array in enumerate(arrays)]
     training = training_for(named, density, node=node, shakeup=shakeup, clip=clip, **options)
     return SharedArrays(params, training)
