@@ -495,6 +495,8 @@ def test_optimizers_and_parameters_that_cannot_be_shared_are_refused() -> None:
     net.register_parameter("phase", torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64)))
     with pytest.raises(TypeError, match=r"complex64.*view_as_real"):
         share(net)
+    with pytest.raises(ValueError, match="to_empty"):
+        share(torch.nn.Linear(2, 2, device="meta"))
 
 
 def share_what_ddp_averages(_rank: int) -> str:

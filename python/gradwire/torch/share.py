@@ -105,6 +105,11 @@ def share(
             "the model is sharded (fully_shard): every rank has a part of each parameter, which share cannot tell "
             "apart; give an Exchange of the local shards to SharedOptimizer, as docs/torch.md shows under FSDP2"
         )
+    if any(param.is_meta for param in params):
+        raise ValueError(
+            "the model's parameters have no memory (device meta): let model.to_empty(device=...) give it to them, and "
+            "initialise them, before the optimiser is made"
+        )
     named = _named(inner, params)
     team = None
     if process_group is not None:
