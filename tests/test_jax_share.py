@@ -166,3 +166,85 @@ def test_a_node_gets_the_first_node_s_parameters_before_its_first_gradient() -> 
     with two_nodes() as nodes, ThreadPoolExecutor(2) as pool:
         for params in pool.map(work, range(2)):
             np.testing.assert_allclose(params, 0.5)
+
+
+def ramp(count: Any) -> Any:
+    """A learning rate that begins at zero."""
+    return 0.01 * jax.numpy.minimum(count, 5)
+
+
+def matrices(params: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+
+
+DECAYS = {
+    "adamw": lambda decay: optax.adamw(0.05, weight_decay=decay),
+    "masked": lambda decay: optax.adamw(0.05, weight_decay=decay, mask=matrices),
+    "ramp": lambda decay: optax.adamw(ramp, weight_decay=decay),
+    "injected": lambda decay: optax.inject_hyperparams(optax.adamw)(ramp, weight_decay=decay),
+    "clipped": lambda decay: optax.chain(
+        optax.clip_by_global_norm(0.1), optax.adamw(0.05, weight_decay=decay)
+    ),
+    "accumulated": lambda decay: optax.MultiSteps(
+        optax.adamw(0.05, weight_decay=decay), every_k_schedule=2
+    ).gradient_transformation(),
+}
+
+
+def train_alone(optimizer: Any) -> Any:
+    rng = np.random.default_rng(3)
+    params = {"weights": jax.numpy.full((6, 2), 0.5), "bias": jax.numpy.ones(2)}
+    state = optimizer.init(params)
+    for _ in range(6):
+        gradients = jax.tree.map(
+            lambda leaf: jax.numpy.asarray(rng.standard_normal(leaf.shape), "float32"), params
+        )
+        updates, state = optimizer.update(gradients, state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+def times(factor: float, decay: float, make: Any) -> Any:
+    """A transformation whose update is the factor times the update without decay, plus the decay."""
+    whole, rest = make(decay), make(0.0)
+
+    def update(gradients: Any, states: Any, params: Any) -> Any:
+        both, first = whole.update(gradients, states[0], params)
+        bare, second = rest.update(gradients, states[1], params)
+        return jax.tree.map(lambda u, v: factor * v + (u - v), both, bare), (first, second)
+
+    return optax.GradientTransformation(lambda p: (whole.init(p), rest.init(p)), update)
+
+
+@pytest.mark.parametrize("how", DECAYS)
+def test_weight_decay_beside_the_gradient_has_no_factor(how: str) -> None:
+    make = DECAYS[how]
+    shared = gradwire.jax.share(make(0.5), update_scale=3.0, codec="dense", min_peers=0)
+    expected = train_alone(times(3.0, 0.5, make))
+    jax.tree.map(
+        lambda mine, theirs: np.testing.assert_allclose(mine, theirs, rtol=1e-4),
+        train_alone(shared),
+        expected,
+    )
+    plain = train_alone(times(3.0, 0.0, make))
+    assert abs(plain["weights"] - expected["weights"]).max() > 0.01
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: optax.lamb(0.05, weight_decay=0.5),
+        lambda: optax.adam(0.05),
+        lambda: optax.chain(optax.add_decayed_weights(0.5), optax.adam(0.05)),
+    ],
+    ids=["trust ratio", "none", "in the gradient"],
+)
+def test_decay_that_is_no_part_of_its_own_has_the_factor(make: Any) -> None:
+    shared = gradwire.jax.share(make(), update_scale=3.0, codec="dense", min_peers=0)
+    inner = make()
+    tripled = optax.chain(inner, optax.scale(3.0))
+    jax.tree.map(
+        lambda mine, theirs: np.testing.assert_allclose(mine, theirs, rtol=1e-4),
+        train_alone(shared),
+        train_alone(tripled),
+    )

@@ -23,11 +23,20 @@ __all__ = ["ShareState", "share"]
 # Fields of optax's states that hold a running mean of squares: Adam and its like, RMSprop, Adagrad, Adafactor.
 _SQUARES = {"nu", "sum_of_squares", "v_row", "e_g"}
 
+# Updates in which weight decay is looked for: a schedule may begin at zero, and steps may be accumulated.
+_TRIAL_STEPS = 8
+
 
 class ShareState(NamedTuple):
-    """The state of the wrapped transformation; the exchange has its own."""
+    """The states of the transformations; the exchange has its own.
+
+    Attributes:
+        inner: of the wrapped one.
+        decay: of the one that tells how much of an update is weight decay; None: not measured.
+    """
 
     inner: Any
+    decay: Any = None
 
 
 def share(
@@ -54,7 +63,7 @@ def share(
         node: a node to use, which the caller closes; None: one from the environment, closed with the transformation.
         density: share of the elements that a step sends; None: as in `gradwire.torch.share`.
         update_scale: factor of every update; "auto": measured, as `SharedOptimizer` says, where ``optimizer`` keeps a
-            mean of squares, as Adam does, otherwise 1.0.
+            mean of squares, as Adam does, otherwise 1.0. Weight decay beside the gradient, as AdamW's, has no factor.
         shakeup: periodic messages with a smaller threshold, see `ShakeUp`; None: without.
         clip: periodic clipping of the residual, see `ResidualClip`; None: nothing is ever cut off.
         options: see `ExchangeOptions`, with the defaults of `gradwire.torch.share`.
@@ -161,6 +170,7 @@ class _SharedUpdates:
         self._expected: list[list[Any]] = []
         self._has_joined = False
         self._is_adaptive = False
+        self._decay: _Decay | None = None
         self._training: Training | None = None
         self._last_shared: list[Any] | None = None  # after the end
 
@@ -173,6 +183,9 @@ class _SharedUpdates:
         self._leaves = [np.array(leaf) for leaf in leaves]
         inner = self._optimizer.init(params)
         self._is_adaptive = _has_squares(inner)
+        has_factor = self._is_adaptive if self._scale == "auto" else self._scale != 1.0
+        decay = _Decay(self._optimizer, params) if has_factor else None
+        self._decay = decay if decay is not None and decay.is_apart() else None
         named = [(str(index), leaf) for index, leaf in enumerate(self._leaves)]
         self._training = training = self._begin(named, is_adaptive=self._is_adaptive)
         training.end_with(self)
@@ -180,7 +193,7 @@ class _SharedUpdates:
         self._has_joined = False
         self._last_shared = None
         self.result = None
-        return ShareState(inner)
+        return ShareState(inner, self._decay and self._decay.init())
 
     def join(self) -> Any:
         """Take part from now on; return the parameters to begin with."""
@@ -211,13 +224,19 @@ class _SharedUpdates:
         moved, inner = self._optimizer.update(updates, state.inner, params)
         leaves, tree = jax.tree.flatten(moved)
         factor = np.float32(exchange.agreement.factor if self._scale == "auto" else self._scale)
-        self.result = exchange.step([np.asarray(leaf) * factor for leaf in leaves], self._leaves)
+        scaled = [np.asarray(leaf) * factor for leaf in leaves]
+        decay = state.decay
+        if self._decay is not None and decay is not None:
+            rates, decay = self._decay.update(decay)
+            parts = zip(scaled, rates, before, strict=True)
+            scaled = [leaf + (1 - factor) * np.asarray(rate) * old for leaf, rate, old in parts]
+        self.result = exchange.step(scaled, self._leaves)
         # The caller adds the result to its parameters, which thereby become this node's.
         pairs = zip(self._leaves, before, strict=True)
         deltas = [jax.numpy.asarray(new - old) for new, old in pairs]
         added = zip(before, deltas, strict=True)
         self._expected = [[(old + np.asarray(delta)).astype(old.dtype) for old, delta in added]]
-        return jax.tree.unflatten(tree, deltas), ShareState(inner)
+        return jax.tree.unflatten(tree, deltas), ShareState(inner, decay)
 
     @property
     def step_number(self) -> int:
@@ -273,6 +292,60 @@ class _SharedUpdates:
         import jax
 
         return jax.tree.unflatten(self._tree, [jax.numpy.array(leaf) for leaf in leaves])
+
+
+class _Decay:
+    """Tells how much of an optimiser's update is weight decay: as a factor of each array of the parameters.
+
+    Parameters of one element each, all ones, without a gradient: what moves them is decay. Schedules act on them as on
+    the model's, and so do masks by the number of dimensions.
+
+    Args:
+        optimizer: an optax ``GradientTransformation``.
+        params: of the model.
+    """
+
+    def __init__(self, optimizer: Any, params: Any) -> None:
+        import jax
+
+        self._optimizer = optimizer
+        self._update = jax.jit(optimizer.update)
+        self._ones = jax.tree.map(
+            lambda leaf: jax.numpy.ones((1,) * np.ndim(leaf), jax.numpy.result_type(leaf)), params
+        )
+        self._zeros = jax.tree.map(jax.numpy.zeros_like, self._ones)
+
+    def init(self) -> Any:
+        """Return the state to begin with."""
+        return self._optimizer.init(self._ones)
+
+    def update(self, state: Any) -> tuple[list[Any], Any]:
+        """Return the factor of each array in the next update, and the next state."""
+        import jax
+
+        rates, state = self._update(self._zeros, state, self._ones)
+        return jax.tree.leaves(rates), state
+
+    def is_apart(self) -> bool:
+        """Return whether there is decay that is added to what the gradients cause, whatever these are."""
+        import jax
+
+        decay = moving = still = self.init()
+        gradients = jax.tree.map(lambda one: 0.5 * one, self._ones)
+        for _ in range(_TRIAL_STEPS):
+            rates, decay = self.update(decay)
+            whole, moving = self._update(gradients, moving, self._ones)
+            rest, still = self._update(gradients, still, self._zeros)
+            if any(map(np.any, rates)):
+                trees = zip(rates, *map(jax.tree.leaves, (whole, rest)), strict=True)
+                return all(_adds_up(*map(np.asarray, leaves)) for leaves in trees)
+        return False
+
+
+def _adds_up(rate: Any, whole: Any, rest: Any) -> bool:
+    """Return whether an update is the sum of two, but for rounding."""
+    rounding = 4.0 * float(np.finfo(whole.dtype).eps) * (np.abs(whole) + np.abs(rest))
+    return bool((np.abs(whole - rest - rate) <= 0.01 * np.abs(rate) + rounding).all())
 
 
 def _copies(arrays: Sequence[Any]) -> list[Any]:
