@@ -331,7 +331,7 @@ class _Decay:
         import jax
 
         decay = moving = still = self.init()
-        gradients = jax.tree.map(lambda one: 0.5 * one, self._ones)
+        gradients = jax.tree.map(lambda leaf: 0.5 * leaf, self._ones)
         for _ in range(_TRIAL_STEPS):
             rates, decay = self.update(decay)
             whole, moving = self._update(gradients, moving, self._ones)
