@@ -391,8 +391,8 @@ class TorchModel(Model, Stored):
         """Return the attributes that are saved beside the parameters."""
         return {"rows": self.rows, "checkpoint": self.checkpoint}
 
-    def attach(self, values: dict[str, Any]) -> None:
-        """Take the attributes of a file; raise `ValueError` if they are not such attributes."""
+    def attach(self, values: dict[str, Any], state: bytes) -> None:
+        """Take the attributes and the state of a file; raise `ValueError` if they are not such attributes."""
         if values.keys() != {"rows", "checkpoint"}:
             raise ValueError(f"the attributes are {sorted(values)}")
         rows, checkpoint = values["rows"], values["checkpoint"]
@@ -401,7 +401,7 @@ class TorchModel(Model, Stored):
             raise ValueError("the history has something else than numbers")
         if not isinstance(checkpoint, (str, NoneType)):
             raise ValueError(f"checkpoint is {checkpoint!r:.200}")
-        self.rows, self.checkpoint = rows, checkpoint
+        self.rows, self.checkpoint, self.state = rows, checkpoint, state
 
     def module(self) -> torch.nn.Module:
         """Return the trained module, on the CPU.

@@ -122,13 +122,13 @@ class Stored(MLReadable[Any], MLWritable):
         """Return attributes of JSON values that are saved beside the parameters."""
         return {}
 
-    def attach(self, values: dict[str, Any]) -> None:
-        """Take the attributes of a file.
+    def attach(self, values: dict[str, Any], state: bytes) -> None:
+        """Take the attributes of a file, and the state of a model, as ``torch.save`` writes it.
 
         Raises:
             ValueError: they are not those of `attachments`.
         """
-        if values:
+        if values or state:
             raise ValueError(f"unknown fields {sorted(values)}")
 
 
@@ -172,9 +172,7 @@ class _Reader(MLReader[Any]):
             name = f"{self._kind.__module__}.{self._kind.__name__}"
             if metadata["class"] != name:
                 raise ValueError(f"it is of {metadata['class']!r}, not of {name}")
-            instance = self._instance(metadata)
-            if hasattr(instance, "state"):
-                instance.state = pack(_read_tensors(spark, f"{path}/tensors"))
+            instance = self._instance(metadata, path)
         except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
             raise ValueError(f"{path} is no saved {self._kind.__name__}: {error}") from error
         if instance._left_out and _TRUSTS_CODE.get():
@@ -183,7 +181,7 @@ class _Reader(MLReader[Any]):
             instance._set(**{name: code[name] for name in instance._left_out})
         return instance
 
-    def _instance(self, metadata: dict[str, Any]) -> Any:
+    def _instance(self, metadata: dict[str, Any], path: str) -> Any:
         instance: Any = self._kind()
         kinds = get_type_hints(instance._options)
         extra = metadata["gradwire"]
@@ -199,7 +197,10 @@ class _Reader(MLReader[Any]):
         instance._resetUid(str(metadata["uid"]))
         instance._set(**values)
         instance._left_out = frozenset(extra["code"])
-        instance.attach(extra["attached"])
+        state = b""
+        if hasattr(instance, "state"):
+            state = pack(_read_tensors(self.sparkSession, f"{path}/tensors"))
+        instance.attach(extra["attached"], state)
         return instance
 
 
