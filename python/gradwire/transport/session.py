@@ -22,9 +22,7 @@ logger = logging.getLogger(__name__)
 CLOSE_ATTEMPTS: Final = 5
 CLOSE_RETRY_MAX_S: Final = 0.5
 PINGS_MAX: Final = 16
-ADDRESS_BYTES_MAX: Final = (
-    64  # of an advertised one, so that 16 fit into a frame; whoever connects to it checks it
-)
+ADDRESS_BYTES_MAX: Final = 64  # of an advertised one, so that 16 fit into a frame
 BURSTS_PER_POLL: Final = 16
 RESPONSE_INTERVAL_S: Final = RETRY_FIRST_S / 2  # a genuine INIT is repeated half as often at most
 # RESPONSEs to one INIT, which may come from several sources: ten at once, and ten in a second.
