@@ -11,6 +11,7 @@ import os
 import pickle
 import random
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -27,7 +28,7 @@ import pytest
 from numpy.typing import NDArray
 
 import gradwire as gw
-from gradwire import coprocessor, shared_memory
+from gradwire import coprocessor, reference, shared_memory
 from gradwire.coprocessor import SGD, Host, Worker
 from gradwire.transport import Limits, PeerJoined
 
@@ -742,6 +743,59 @@ def test_an_optimizer_of_torch_goes_on_from_a_checkpoint(cluster: Cluster, tmp_p
             assert torch.equal(other.state_dict()["state"][index][key], value)
     cluster.run(resumed, lambda: worker.send(np.ones(63, np.float32)))
     assert resumed.version == 4
+
+
+# ---- workers with a mistake ------------------------------------------------------------------------------------------
+
+
+def pack(kind: coprocessor._Kind, *numbers: int, body: bytes = b"") -> tuple[int, bytes]:
+    return kind, coprocessor._packed(numbers, body)
+
+
+def dense(value: float) -> bytes:
+    return reference.encode_dense(np.full(NUMEL, value, np.float32))
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [(coprocessor._Kind.HELLO, b"short")],
+        [pack(coprocessor._Kind.HELLO, 5, 0, 1 << 63)],
+        [(coprocessor._Kind.SLICE, b"short")],
+        [(coprocessor._Kind.SLICE, struct.pack("<QQQ", kind, 200, 0) + b"x") for kind in range(99)],
+        [(coprocessor._Kind.SLICE, struct.pack("<QQQ", 3, 1 << 60, 0) + b"x")],
+        [(99, b""), (coprocessor._Kind.WELCOME, b""), (coprocessor._Kind.END, b"")],
+        [pack(coprocessor._Kind.HELLO, 5), pack(coprocessor._Kind.GRADIENT, 5, 0, 1, body=b"x")],
+        *(
+            [
+                pack(coprocessor._Kind.HELLO, 5),
+                pack(coprocessor._Kind.GRADIENT, 5, 0, 1, body=dense(value)),
+            ]
+            for value in (np.nan, np.inf)
+        ),
+        [pack(coprocessor._Kind.HELLO, run) for run in range(1, 2_000)],
+    ],
+    ids=str,
+)
+def test_a_worker_with_a_mistake_ends_nothing(
+    cluster: Cluster, tmp_path: Path, messages: list[tuple[int, bytes]]
+) -> None:
+    host = cluster.host(path=tmp_path / "checkpoint", save_every=1)
+    worker = cluster.worker(host, in_flight=0)
+    wrong = cluster.node(host.node.address)
+    wrong.wait_for_peers(1, timeout_s=20.0)
+    for kind, payload in messages:
+        wrong.publish(payload, tag=kind)  # to the other worker, too
+    assert wrong.drain(20.0)
+    cluster.run(host, lambda: worker.send(np.ones(NUMEL, np.float32)))
+    reach(host, 1)
+    np.testing.assert_array_equal(flat(host.params), -0.5)
+    assert len(host._runs) <= 2 + coprocessor._RUNS_MAX
+    assert len(host._assembler.assemblies) <= 1
+    assert not worker.is_finished
+    address = kill(host)
+    node = cluster.node(bind=address)
+    assert cluster.host(node=node, path=tmp_path / "checkpoint").version == 1
 
 
 # ---- unsuitable arguments --------------------------------------------------------------------------------------------

@@ -52,6 +52,8 @@ _PART: Final = 1 << 22  # elements of a part of the parameters, between which th
 _RETRY_S: Final = 1.0  # between two questions of a worker that hears nothing
 _TICK_S: Final = 0.01
 _DRAIN_S: Final = 5.0
+_NUMBERS: Final = 1 << 63  # of gradients and versions
+_RUNS_MAX: Final = 64  # of workers, one after the other, on one node
 _DOCUMENT_BYTES: Final = 64 << 20  # most of a checkpoint's first line
 
 
@@ -161,6 +163,7 @@ class _Run:
     saved: int = 0  # the same in the last checkpoint
     refused: int = 0  # the last that was too old
     has_replica: bool = False
+    peer: Peer | None = None  # which has begun it; None: it is from a checkpoint
 
 
 class _Replica:
@@ -310,6 +313,8 @@ class Host(AbstractContextManager["Host"]):
             try:
                 if kind == _Kind.SLICE:
                     kind = tag_of_slice(payload)
+                    if kind != _Kind.GRADIENT:
+                        raise MessageError(f"slices of a message of kind {kind}")
                     whole = self._assembler.add(peer, kind, payload)
                     if whole is None:
                         continue
@@ -322,8 +327,13 @@ class Host(AbstractContextManager["Host"]):
 
     def _take(self, peer: Peer, kind: int, payload: memoryview) -> None:
         run_id, version, number, other, *_ = _HEADER.unpack_from(payload)
+        if max(version, number, other) >= _NUMBERS:
+            raise MessageError(f"numbers {version}, {number} and {other}")
         if kind == _Kind.HELLO:
-            run = self._runs.setdefault(run_id, _Run(run_id))
+            of_peer = [run.id for run in self._runs.values() if run.peer == peer]
+            if run_id not in self._runs and len(of_peer) >= _RUNS_MAX:
+                del self._runs[of_peer[0]]
+            run = self._runs.setdefault(run_id, _Run(run_id, peer=peer))
             # A host without the checkpoint that has these gradients cannot get them again.
             run.taken = max(run.taken, number)
             run.saved = max(run.saved, number)
@@ -337,6 +347,9 @@ class Host(AbstractContextManager["Host"]):
                 message = Message.parse(payload[_HEADER.size :])
                 if message.numel != (numel := _numel(self.params)):
                     raise MessageError(f"{message.numel} elements for parameters of {numel}")
+                # A ternary message has one finite threshold.
+                if message.kind == "dense" and not np.isfinite(decode(message)).all():
+                    raise MessageError("a gradient with values that are not finite")
                 if self.version - version > self.max_staleness:
                     run.refused = number
                     self.refused += 1
@@ -614,19 +627,30 @@ class Worker(AbstractContextManager["Worker"]):
                 numbers = (self._run, self.version, self._saved, self.name is None)
                 _publish(self.node, None, _Kind.HELLO, numbers)
         for peer, kind, payload in self.node.receive(timeout_s):
-            run, version, *status = _HEADER.unpack_from(payload)
-            body = payload[_HEADER.size :]
-            if kind == _Kind.WELCOME and run == self._run:
-                self._enter(peer, version, status, json.loads(bytes(body)))
-            elif kind == _Kind.STATUS and run == self._run and peer == self._host:
-                self._follow(version, status, body)
-            elif kind == _Kind.END:
-                self.is_finished = True
+            try:
+                self._take(peer, kind, payload)
+            except (KeyError, TypeError, ValueError, RecursionError, struct.error) as error:
+                raise MessageError(f"the host at {peer.address} sent no answer: {error}") from error
         self._transmit()
         if self._model is not None:
             self.version = self._model.version
             self.is_finished = self.is_finished or self._model.is_finished
         return self.version
+
+    def _take(self, peer: Peer, kind: int, payload: memoryview) -> None:
+        # Other workers are peers, too, with messages for the host.
+        if kind not in (_Kind.WELCOME, _Kind.STATUS, _Kind.END):
+            return
+        if kind == _Kind.END:
+            is_host = self._host in (None, peer) or self._host not in self.node.peers
+            self.is_finished = self.is_finished or is_host
+            return
+        run, version, *status = _HEADER.unpack_from(payload)
+        body = payload[_HEADER.size :]
+        if kind == _Kind.WELCOME and run == self._run:
+            self._enter(peer, version, status, json.loads(bytes(body)))
+        elif kind == _Kind.STATUS and run == self._run and peer == self._host:
+            self._follow(version, status, body)
 
     def _enter(self, host: Peer, version: int, status: list[int], document: Any) -> None:
         """Begin with a host, or begin again after it was restarted or the connection was lost."""

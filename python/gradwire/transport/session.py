@@ -163,11 +163,8 @@ class Session:
         retry = self._retry
         at_s = max(retry.due_at_s, now_s - (RESPONSES_AT_ONCE - 1) * RESPONSE_SHARE_S)
         is_late = address != self.address or now_s - retry.sent_at_s >= RESPONSE_INTERVAL_S
-        if (
-            at_s > now_s
-            or not is_late
-            or not self._endpoint.is_answered(self.identity, address, now_s)
-        ):
+        is_due = at_s <= now_s and is_late
+        if not (is_due and self._endpoint.is_answered(self.identity, address, now_s)):
             return False
         self.address = address
         retry.sent_at_s = now_s
