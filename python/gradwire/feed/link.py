@@ -9,7 +9,6 @@ import contextlib
 import logging
 import struct
 import threading
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
@@ -84,7 +83,7 @@ class Link:
             if end_s is not None and now_s() >= end_s:
                 raise TimeoutError(f"no space in the feed within {timeout_s:g} s")
             wait_s = _POLL_S
-            time.sleep(_TURN_S)
+            threading.Event().wait(_TURN_S)
 
     def commit(self, slot: Slot, claim: Claim | None = None) -> None:
         """Send a batch into its slot, see `Ring.commit`; that it is superseded, a later call may find out."""
