@@ -5,10 +5,13 @@ Gradients here are multiples of a power of two, and learning rates are powers of
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import pickle
 import random
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -25,7 +28,7 @@ import pytest
 from numpy.typing import NDArray
 
 import gradwire as gw
-from gradwire import coprocessor, shared_memory
+from gradwire import coprocessor, reference, shared_memory
 from gradwire.coprocessor import SGD, Host, Worker
 from gradwire.transport import Limits, PeerJoined
 
@@ -742,6 +745,59 @@ def test_an_optimizer_of_torch_goes_on_from_a_checkpoint(cluster: Cluster, tmp_p
     assert resumed.version == 4
 
 
+# ---- workers with a mistake ------------------------------------------------------------------------------------------
+
+
+def pack(kind: coprocessor._Kind, *numbers: int, body: bytes = b"") -> tuple[int, bytes]:
+    return kind, coprocessor._packed(numbers, body)
+
+
+def dense(value: float) -> bytes:
+    return reference.encode_dense(np.full(NUMEL, value, np.float32))
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [(coprocessor._Kind.HELLO, b"short")],
+        [pack(coprocessor._Kind.HELLO, 5, 0, 1 << 63)],
+        [(coprocessor._Kind.SLICE, b"short")],
+        [(coprocessor._Kind.SLICE, struct.pack("<QQQ", kind, 200, 0) + b"x") for kind in range(99)],
+        [(coprocessor._Kind.SLICE, struct.pack("<QQQ", 3, 1 << 60, 0) + b"x")],
+        [(99, b""), (coprocessor._Kind.WELCOME, b""), (coprocessor._Kind.END, b"")],
+        [pack(coprocessor._Kind.HELLO, 5), pack(coprocessor._Kind.GRADIENT, 5, 0, 1, body=b"x")],
+        *(
+            [
+                pack(coprocessor._Kind.HELLO, 5),
+                pack(coprocessor._Kind.GRADIENT, 5, 0, 1, body=dense(value)),
+            ]
+            for value in (np.nan, np.inf)
+        ),
+        [pack(coprocessor._Kind.HELLO, run) for run in range(1, 2_000)],
+    ],
+    ids=str,
+)
+def test_a_worker_with_a_mistake_ends_nothing(
+    cluster: Cluster, tmp_path: Path, messages: list[tuple[int, bytes]]
+) -> None:
+    host = cluster.host(path=tmp_path / "checkpoint", save_every=1)
+    worker = cluster.worker(host, in_flight=0)
+    wrong = cluster.node(host.node.address)
+    wrong.wait_for_peers(1, timeout_s=20.0)
+    for kind, payload in messages:
+        wrong.publish(payload, tag=kind)  # to the other worker, too
+    assert wrong.drain(20.0)
+    cluster.run(host, lambda: worker.send(np.ones(NUMEL, np.float32)))
+    reach(host, 1)
+    np.testing.assert_array_equal(flat(host.params), -0.5)
+    assert len(host._runs) <= 2 + coprocessor._RUNS_MAX
+    assert len(host._assembler.assemblies) <= 1
+    assert not worker.is_finished
+    address = kill(host)
+    node = cluster.node(bind=address)
+    assert cluster.host(node=node, path=tmp_path / "checkpoint").version == 1
+
+
 # ---- unsuitable arguments --------------------------------------------------------------------------------------------
 
 
@@ -772,11 +828,90 @@ def test_a_checkpoint_of_another_optimizer_is_refused(cluster: Cluster, tmp_path
         cluster.host(torch.optim.SGD(params, lr=0.1), **options)
 
 
+class Touching:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
 def test_a_file_that_is_no_checkpoint_is_refused(cluster: Cluster, tmp_path: Path) -> None:
-    for content in (b"", b"something else", pickle.dumps([1])):
+    for content in (b"", b"something else", b"[" * 100_000, pickle.dumps([1])):
         (tmp_path / "file").write_bytes(content)
         with pytest.raises(ValueError, match="file is no checkpoint of a host"):
             cluster.host(path=tmp_path / "file")
+
+
+def test_a_checkpoint_runs_no_code(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(pickle.dumps(Touching(tmp_path / "touched")))
+    with pytest.raises(ValueError, match="file is no checkpoint of a host"):
+        cluster.host(path=tmp_path / "file")
+    assert not (tmp_path / "touched").exists()
+
+
+@pytest.mark.torch
+def test_the_state_of_an_optimizer_of_torch_runs_no_code(cluster: Cluster, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    params = [torch.zeros(3, requires_grad=True)]
+
+    def host() -> Host:
+        return cluster.host(torch.optim.Adam(params), params=params, path=tmp_path / "file")
+
+    host().save()
+    document, _, _ = (tmp_path / "file").read_bytes().partition(b"\n")
+    state = io.BytesIO()
+    torch.save({"state": Touching(tmp_path / "touched")}, state)
+    changed = json.loads(document)
+    changed["arrays"]["torch"] = [["uint8", [len(state.getvalue())]]]
+    data = json.dumps(changed).encode() + b"\n" + bytes(12) + state.getvalue()
+    (tmp_path / "file").write_bytes(data)
+    with pytest.raises(ValueError, match="file is no checkpoint of a host"):
+        host()
+    assert not (tmp_path / "touched").exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"version": -1},
+        {"version": 10**30},
+        {"version": 0.5},
+        {"taken": [[1, -2]]},
+        {"taken": [[1.5, 2]]},
+        {"taken": 7},
+        {"arrays": {}},
+        {"arrays": {"params": [["float32", [3, 5]]], "velocity": [["float32", [7]]]}},
+        {"arrays": {"params": [["float32", [-22]]]}},
+        {"arrays": {"params": [["object", [11]]]}},
+        {"arrays": {"params": [["float32", [10**12]]]}},
+        {"arrays": {"params": [["float32", []]] * 1_000_000}},
+        {"arrays": {"params": [["float32", [3, 5]], ["float32", [7]]], "batch": []}},
+    ],
+)
+def test_a_changed_checkpoint_is_refused(
+    cluster: Cluster, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    cluster.host(path=tmp_path / "file").save()
+    document, _, data = (tmp_path / "file").read_bytes().partition(b"\n")
+    text = json.dumps({**json.loads(document), **change}).encode()
+    (tmp_path / "file").write_bytes(text + b"\n" + data)
+    with pytest.raises(ValueError, match="file is no checkpoint of a host"):
+        cluster.host(path=tmp_path / "file")
+
+
+@pytest.mark.parametrize("data", [b"\0\0\xc0\x7f", b"\0\0\x80\x7f", b"more", b""])
+def test_a_checkpoint_with_other_numbers_is_refused(
+    cluster: Cluster, tmp_path: Path, data: bytes
+) -> None:
+    cluster.host(path=tmp_path / "file").save()
+    content = (tmp_path / "file").read_bytes()
+    content = content[:-4] + data if data != b"more" else content + data
+    (tmp_path / "file").write_bytes(content)
+    with pytest.raises(ValueError, match="file is no checkpoint of a host"):
+        cluster.host(path=tmp_path / "file")
 
 
 def test_a_worker_may_follow_another_one_on_its_node(cluster: Cluster) -> None:

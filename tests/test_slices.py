@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gradwire.errors import MessageError, NotConnected, WouldBlock
-from gradwire.slices import Assembler, Outgoing, Slicer, tag_of_slice
+from gradwire.slices import INCOMPLETE_MAX, Assembler, Outgoing, Slicer, tag_of_slice
 
 TAG = 77
 
@@ -125,3 +125,21 @@ def test_bytes_that_are_no_slice_are_refused() -> None:
         with pytest.raises(MessageError, match="slice of"):
             assembler.add("node", 0, memoryview(wrong))
     assert not assembler.assemblies
+
+
+def test_the_memory_of_incomplete_messages_of_a_sender_is_bounded() -> None:
+    assembler = Assembler(1_000)
+
+    def begin(sender: str, kind: int) -> None:
+        wire = Wire(space=1)
+        with pytest.raises(WouldBlock):
+            slicer(wire).send(Outgoing(kind, message(500)))
+        assembler.add(sender, kind, wire.sent[0][1])
+
+    for kind in range(INCOMPLETE_MAX):
+        begin("a", kind)
+        begin("a", kind)  # instead of the one before
+    with pytest.raises(MessageError, match="8 incomplete messages, and one more"):
+        begin("a", INCOMPLETE_MAX)
+    begin("b", INCOMPLETE_MAX)
+    assert len(assembler.assemblies) == INCOMPLETE_MAX + 1

@@ -11,11 +11,11 @@ worker keeps each gradient until a checkpoint has it, and sends those that the h
 from __future__ import annotations
 
 import enum
+import io
 import json
 import logging
 import math
 import os
-import pickle
 import secrets
 import struct
 import sys
@@ -27,7 +27,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +52,9 @@ _PART: Final = 1 << 22  # elements of a part of the parameters, between which th
 _RETRY_S: Final = 1.0  # between two questions of a worker that hears nothing
 _TICK_S: Final = 0.01
 _DRAIN_S: Final = 5.0
+_NUMBERS: Final = 1 << 63  # of gradients and versions
+_RUNS_MAX: Final = 64  # of workers, one after the other, on one node
+_DOCUMENT_BYTES: Final = 64 << 20  # most of a checkpoint's first line
 
 
 class _Kind(enum.IntEnum):
@@ -107,12 +110,14 @@ class SGD:
         if self.nesterov or not self.momentum:
             apply_many(messages, params, -self.lr * scale)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Arrays]:
         """Return the velocity, not copied."""
         return {"velocity": self._velocity}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Arrays]) -> None:
         """Go on with a copy of the velocity of ``state``."""
+        if not all(np.isfinite(velocity).all() for velocity in state["velocity"]):
+            raise ValueError("the velocity is not finite")
         self._velocity = copies(state["velocity"])
 
 
@@ -129,16 +134,24 @@ class _TorchOptimizer:
         self._optimizer = optimizer
         self._tensors = tensors
         self._gradients = [np.zeros_like(param) for param in params]
-        self.state_dict = optimizer.state_dict
-        self.load_state_dict = optimizer.load_state_dict
+        self._torch = sys.modules["torch"]
 
     def apply(self, messages: list[Message], _params: Arrays) -> None:
         for gradient in self._gradients:
             gradient.fill(0.0)
         apply_many(messages, self._gradients, 1.0 / len(messages))
         for tensor, gradient in zip(self._tensors, self._gradients, strict=True):
-            tensor.grad = sys.modules["torch"].from_numpy(gradient)
+            tensor.grad = self._torch.from_numpy(gradient)
         self._optimizer.step()
+
+    def state_dict(self) -> dict[str, Arrays]:
+        buffer = io.BytesIO()
+        self._torch.save(self._optimizer.state_dict(), buffer)
+        return {"torch": [np.frombuffer(buffer.getbuffer(), np.uint8)]}
+
+    def load_state_dict(self, state: dict[str, Arrays]) -> None:
+        buffer = io.BytesIO(state["torch"][0].tobytes())
+        self._optimizer.load_state_dict(self._torch.load(buffer, weights_only=True))
 
 
 @dataclass(eq=False)
@@ -150,6 +163,7 @@ class _Run:
     saved: int = 0  # the same in the last checkpoint
     refused: int = 0  # the last that was too old
     has_replica: bool = False
+    peer: Peer | None = None  # which has begun it; None: it is from a checkpoint
 
 
 class _Replica:
@@ -191,8 +205,8 @@ class Host(AbstractContextManager["Host"]):
             the memory of ``host.params``, where the data of tensors moves, too.
         optimizer: `SGD`, or a ``torch.optim`` optimizer of the tensors.
         name: of the `HostedModel` for the readers and workers of this machine; None: there are none.
-        path: file of the checkpoint, a pickle that nobody else must be able to write; loaded if it exists. None: what a
-            killed host has applied is lost with its parameters.
+        path: file of the checkpoint, which is data: loading it runs no code; loaded if it exists. None: what a killed
+            host has applied is lost with its parameters.
         save_every: steps between two checkpoints. Workers keep their gradients for so long.
         gradients_per_step: gradients whose mean makes a step.
         max_staleness: a gradient is refused if more steps than this have changed the parameters for which it was
@@ -299,6 +313,8 @@ class Host(AbstractContextManager["Host"]):
             try:
                 if kind == _Kind.SLICE:
                     kind = tag_of_slice(payload)
+                    if kind != _Kind.GRADIENT:
+                        raise MessageError(f"slices of a message of kind {kind}")
                     whole = self._assembler.add(peer, kind, payload)
                     if whole is None:
                         continue
@@ -311,8 +327,13 @@ class Host(AbstractContextManager["Host"]):
 
     def _take(self, peer: Peer, kind: int, payload: memoryview) -> None:
         run_id, version, number, other, *_ = _HEADER.unpack_from(payload)
+        if max(version, number, other) >= _NUMBERS:
+            raise MessageError(f"numbers {version}, {number} and {other}")
         if kind == _Kind.HELLO:
-            run = self._runs.setdefault(run_id, _Run(run_id))
+            of_peer = [run.id for run in self._runs.values() if run.peer == peer]
+            if run_id not in self._runs and len(of_peer) >= _RUNS_MAX:
+                del self._runs[of_peer[0]]
+            run = self._runs.setdefault(run_id, _Run(run_id, peer=peer))
             # A host without the checkpoint that has these gradients cannot get them again.
             run.taken = max(run.taken, number)
             run.saved = max(run.saved, number)
@@ -326,6 +347,9 @@ class Host(AbstractContextManager["Host"]):
                 message = Message.parse(payload[_HEADER.size :])
                 if message.numel != (numel := _numel(self.params)):
                     raise MessageError(f"{message.numel} elements for parameters of {numel}")
+                # A ternary message has one finite threshold.
+                if message.kind == "dense" and not np.isfinite(decode(message)).all():
+                    raise MessageError("a gradient with values that are not finite")
                 if self.version - version > self.max_staleness:
                     run.refused = number
                     self.refused += 1
@@ -362,18 +386,20 @@ class Host(AbstractContextManager["Host"]):
     def save(self) -> None:
         """Write the checkpoint now. The old one is replaced only when the new one is on the disk."""
         if self._path is not None:
-            state = {
+            arrays = {
+                "params": self.params,
+                "batch": [np.frombuffer(bytes(message), np.uint8) for message in self._batch],
+                **self._optimizer.state_dict(),
+            }
+            document = {
                 "format": _FORMAT,
                 "layout": self._layout,
                 "version": self.version,
-                "params": self.params,
-                "optimizer": self._optimizer.state_dict(),
-                "batch": [bytes(message) for message in self._batch],
-                "taken": {run.id: run.taken for run in self._runs.values()},
+                "taken": [[run.id, run.taken] for run in self._runs.values()],
             }
             temporary = self._path.with_name(self._path.name + ".tmp")
             with temporary.open("wb") as file:
-                pickle.dump(state, file, protocol=5)
+                _write_arrays(file, document, arrays)
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(self._path)
@@ -384,17 +410,34 @@ class Host(AbstractContextManager["Host"]):
         """Go on from a checkpoint, and return its parameters."""
         try:
             with path.open("rb") as file:
-                state = pickle.load(file)  # noqa: S301  (an earlier run of this host wrote it)
+                state, arrays = _read_arrays(file, os.stat(file.fileno()).st_size)
             check_format(state, _FORMAT, f"the checkpoint {path}")
-        except (pickle.UnpicklingError, EOFError, AttributeError) as error:
+            if state["layout"] != self._layout:
+                text = f"the checkpoint {path} is of {state['layout']}, not of {self._layout}"
+                raise Mismatch(text)
+            params = arrays.pop("params")
+            if layouts(params) != self._layout[1:]:
+                raise ValueError(f"the parameters are {layouts(params)}")
+            if not all(np.isfinite(param).all() for param in params):
+                raise ValueError("parameters are not finite")
+            check_range("version", state["version"], 0, 2**63)
+            batch = [Message.parse(message) for message in arrays.pop("batch")]
+            if any(message.numel != _numel(params) for message in batch):
+                raise ValueError("a gradient is of another size than the parameters")
+            runs = {run: _Run(run, taken, taken) for run, taken in state["taken"]}
+            for run in runs.values():
+                check_range("run", run.id, 0, 2**64 - 1)
+                check_range("gradients", run.taken, 0, 2**63)
+            if arrays.keys() != self._optimizer.state_dict().keys():
+                raise ValueError(f"the optimizer's state has {sorted(arrays)}")
+            self._optimizer.load_state_dict(arrays)
+        except Mismatch:
+            raise
+        except Exception as error:  # torch refuses a state in many ways
             raise ValueError(f"{path} is no checkpoint of a host: {error}") from error
-        if state["layout"] != self._layout:
-            raise Mismatch(f"the checkpoint {path} is of {state['layout']}, not of {self._layout}")
-        self._optimizer.load_state_dict(state["optimizer"])
         self.version = state["version"]
-        self._batch = [Message.parse(message) for message in state["batch"]]
-        self._runs = {run: _Run(run, taken, taken) for run, taken in state["taken"].items()}
-        params: Arrays = state["params"]
+        self._batch = batch
+        self._runs = runs
         return params
 
     def finish(self) -> None:
@@ -584,19 +627,30 @@ class Worker(AbstractContextManager["Worker"]):
                 numbers = (self._run, self.version, self._saved, self.name is None)
                 _publish(self.node, None, _Kind.HELLO, numbers)
         for peer, kind, payload in self.node.receive(timeout_s):
-            run, version, *status = _HEADER.unpack_from(payload)
-            body = payload[_HEADER.size :]
-            if kind == _Kind.WELCOME and run == self._run:
-                self._enter(peer, version, status, json.loads(bytes(body)))
-            elif kind == _Kind.STATUS and run == self._run and peer == self._host:
-                self._follow(version, status, body)
-            elif kind == _Kind.END:
-                self.is_finished = True
+            try:
+                self._take(peer, kind, payload)
+            except (KeyError, TypeError, ValueError, RecursionError, struct.error) as error:
+                raise MessageError(f"the host at {peer.address} sent no answer: {error}") from error
         self._transmit()
         if self._model is not None:
             self.version = self._model.version
             self.is_finished = self.is_finished or self._model.is_finished
         return self.version
+
+    def _take(self, peer: Peer, kind: int, payload: memoryview) -> None:
+        # Other workers are peers, too, with messages for the host.
+        if kind not in (_Kind.WELCOME, _Kind.STATUS, _Kind.END):
+            return
+        if kind == _Kind.END:
+            is_host = self._host in (None, peer) or self._host not in self.node.peers
+            self.is_finished = self.is_finished or is_host
+            return
+        run, version, *status = _HEADER.unpack_from(payload)
+        body = payload[_HEADER.size :]
+        if kind == _Kind.WELCOME and run == self._run:
+            self._enter(peer, version, status, json.loads(bytes(body)))
+        elif kind == _Kind.STATUS and run == self._run and peer == self._host:
+            self._follow(version, status, body)
 
     def _enter(self, host: Peer, version: int, status: list[int], document: Any) -> None:
         """Begin with a host, or begin again after it was restarted or the connection was lost."""
@@ -697,6 +751,41 @@ def _packed(numbers: tuple[int, ...], body: Any) -> bytes:
     """Return a message's header and body."""
     header = _HEADER.pack(*numbers, *[0] * (5 - len(numbers)))
     return header + bytes(body)
+
+
+def _write_arrays(file: BinaryIO, document: dict[str, Any], arrays: dict[str, Arrays]) -> None:
+    """Write a line of JSON, which describes the arrays that follow it."""
+    described = {name: layouts(each) for name, each in arrays.items()}
+    file.write(json.dumps({**document, "arrays": described}).encode() + b"\n")
+    for each in arrays.values():
+        for array in each:
+            file.write(np.ascontiguousarray(array).data)
+
+
+def _read_arrays(file: BinaryIO, nbytes: int) -> tuple[dict[str, Any], dict[str, Arrays]]:
+    """Return what `_write_arrays` wrote into a file of ``nbytes``; nothing is allocated before the sizes are right.
+
+    Raises:
+        ValueError, KeyError, TypeError, RecursionError: it is another file.
+    """
+    document = json.loads(file.readline(_DOCUMENT_BYTES))
+    listed = document.pop("arrays")
+    kinds = [
+        (name, np.dtype(dtype), tuple(shape))
+        for name, each in listed.items()
+        for dtype, shape in each
+    ]
+    for name, dtype, shape in kinds:
+        if dtype.kind not in "fu" or min(shape, default=0) < 0:
+            raise ValueError(f"{name} has an array of {dtype}{list(shape)}")
+    described = sum(math.prod(shape) * dtype.itemsize for _, dtype, shape in kinds)
+    if described != nbytes - file.tell():
+        raise ValueError(f"{nbytes - file.tell()} bytes of arrays, {described} are described")
+    arrays: dict[str, Arrays] = {name: [] for name in listed}
+    for name, dtype, shape in kinds:
+        data = bytearray(file.read(math.prod(shape) * dtype.itemsize))
+        arrays[name].append(np.frombuffer(data, dtype).reshape(shape))
+    return document, arrays
 
 
 def _numel(arrays: Arrays) -> int:

@@ -19,7 +19,15 @@ import numpy as np
 from .errors import MessageError, NotConnected, WouldBlock
 from .transport import Node, Peer, Ticket
 
-__all__ = ["LEAST_SLICE_BYTES", "SLICE_BYTES", "Assembler", "Outgoing", "Slicer", "tag_of_slice"]
+__all__ = [
+    "INCOMPLETE_MAX",
+    "LEAST_SLICE_BYTES",
+    "SLICE_BYTES",
+    "Assembler",
+    "Outgoing",
+    "Slicer",
+    "tag_of_slice",
+]
 
 #: Size of a slice, unless a node takes less. Small, because a node that waits sees the others' progress by their
 #: slices: on a link of 1 Mbit/s a slice takes 8 s.
@@ -27,6 +35,9 @@ SLICE_BYTES = 1 << 20
 
 #: The least ``message_bytes_max`` of a node that sends or takes slices.
 LEAST_SLICE_BYTES = 4_096
+
+#: The most messages of one sender of which slices have arrived, and more are to come: they bound its memory here.
+INCOMPLETE_MAX = 8
 
 # The whole message's tag and size, and the place of the slice in it.
 _HEADER = struct.Struct("<QQQ")
@@ -160,7 +171,8 @@ class Assembler:
         """Add a slice of a message of some kind; return the message if it is complete now.
 
         Raises:
-            MessageError: the bytes are no slice, or the message is larger than any that the receiver has a use for.
+            MessageError: the bytes are no slice, the message is larger than any that the receiver has a use for, or the
+            sender has too many incomplete ones.
         """
         tag = tag_of_slice(payload)
         _, size, begin = _HEADER.unpack_from(payload)
@@ -175,6 +187,9 @@ class Assembler:
                 raise MessageError(
                     f"a message of {size} bytes, where none has more than {self._largest_bytes}"
                 )
+            others = sum(other != key and other[0] == sender for other in self.assemblies)
+            if others >= INCOMPLETE_MAX:
+                raise MessageError(f"{others} incomplete messages, and one more")
             data = memoryview(np.empty(size, np.uint8))  # type: ignore[arg-type]
             self.assemblies[key] = _Assembly(tag, data)
         assembly = self.assemblies.get(key)

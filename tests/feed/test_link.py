@@ -164,3 +164,56 @@ def test_what_was_flushed_is_in_the_feed(served: Feed, far: Feed) -> None:
         far.put(np.array([number]), WAIT_S)
     far._store.flush()
     assert served.produced == 3
+
+
+def test_several_threads_put_batches_through_one_link(served: Feed, far: Feed) -> None:
+    threads = [
+        threading.Thread(
+            target=lambda first: [far.put(np.array([first + n]), WAIT_S) for n in range(20)],
+            args=(first,),
+        )
+        for first in (0, 100, 200)
+    ]
+    for thread in threads:
+        thread.start()
+    values = [int(served.get(WAIT_S)[0]) for _ in range(60)]
+    for thread in threads:
+        thread.join()
+    assert sorted(values) == [first + n for first in (0, 100, 200) for n in range(20)]
+
+
+@pytest.mark.parametrize(
+    ("tag", "payload"),
+    [
+        (link._WANT, b"again and again"),
+        (link._CLAIM, b"short"),
+        (link._CLAIM, link._HEAD.pack(7, -1, 0, 0, 0, 0)),
+        (link._CLAIM, link._HEAD.pack(7, 1 << 60, 0, 0, 0, 0)),
+        (link._CLAIM, link._HEAD.pack(-7, 0, 0, 0, 0, 0)),
+        (link._CLAIM, link._HEAD.pack(7, 0, -1, 0, 0, 0)),
+        (link._BATCH, b""),
+        (link._BATCH, link._HEAD.pack(7, 1 << 60, 0, 0, 0, 0) + b"batch"),
+        (99, b"of another version"),
+    ],
+)
+def test_a_producer_with_a_mistake_does_not_end_the_feed(
+    served: Feed, tag: int, payload: bytes
+) -> None:
+    with (
+        gw.Node("127.0.0.1:0", secret=SECRET) as here,
+        gw.Node("127.0.0.1:0", [here.address], secret=SECRET) as wrong,
+        gw.Node("127.0.0.1:0", [here.address], secret=SECRET) as there,
+    ):
+        served.serve(here)
+        far = Feed.connect(there, timeout_s=WAIT_S)
+        wrong.wait_for_peers(2, WAIT_S)
+        wrong.publish(b"", link._WANT, here.peer)
+        for _ in range(50):
+            wrong.publish(payload, tag, here.peer)
+        wrong.publish(b"0", link._HELLO, there.peer)  # a producer answers nobody
+        wrong.publish(b"no number", link._HELLO, there.peer)
+        assert wrong.drain(WAIT_S)
+        for number in range(20):
+            far.put(np.array([number]), WAIT_S)
+            assert int(served.get(WAIT_S)[0]) == number
+        served.close()

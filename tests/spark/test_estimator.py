@@ -98,13 +98,14 @@ def test_every_way_of_training_learns(
 
 
 def test_a_model_saved_and_loaded_predicts_the_same(rows: Any, tmp_path: Path) -> None:
-    from gradwire.spark import TorchEstimator, TorchModel
+    from gradwire.spark import TorchEstimator, TorchModel, trust_code
 
     estimator = make_estimator(collect_stats=True, raw_prediction_col="raw", probability_col="p")
     estimator.save(f"{tmp_path}/estimator")
-    model = TorchEstimator.load(f"{tmp_path}/estimator").fit(rows)
-    model.save(f"{tmp_path}/model")
-    loaded = TorchModel.load(f"{tmp_path}/model")
+    with trust_code():
+        model = TorchEstimator.load(f"{tmp_path}/estimator").fit(rows)
+        model.save(f"{tmp_path}/model")
+        loaded = TorchModel.load(f"{tmp_path}/model")
     assert loaded.uid == model.uid == estimator.uid
     expected = model.transform(rows).orderBy("features").toPandas()
     found = loaded.transform(rows).orderBy("features").toPandas()

@@ -20,6 +20,7 @@ pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("pyarrow", reason="pyarrow is not installed")
 pytest.importorskip("fsspec", reason="fsspec is not installed")
 
+from gradwire import Node  # noqa: E402
 from gradwire.spark.progress import Progress  # noqa: E402
 from gradwire.spark.session import task_failure  # noqa: E402
 from gradwire.spark.watch import Watch  # noqa: E402
@@ -101,6 +102,19 @@ def test_an_error_that_every_attempt_would_have_ends_the_training(make_driver: A
     failure = "worker 1 failed: ValueError: row 3 has a null", "Traceback of it"
     assert driver.progress.failure == failure
     assert not driver.progress.may_repeat()
+
+
+@pytest.mark.parametrize("note", [b"", b"{}", b"[1]", b"[" * 100_000, b'{"kind":"epoch","row":7}'])
+def test_a_note_that_cannot_be_read_is_logged_and_ends_nothing(
+    make_driver: Any, caplog: pytest.LogCaptureFixture, note: bytes
+) -> None:
+    driver = make_driver(retries=0)
+    with Node("127.0.0.1:0", [driver.progress.address], secret=SECRET) as node:
+        node.wait_for_peers(1, timeout_s=WAIT_S)
+        node.publish(note)
+        wait_for_log(caplog, "cannot be read")
+    assert driver.progress._thread.is_alive()
+    assert not driver.cancelled.is_set()
 
 
 def test_a_failed_attempt_is_logged_and_the_last_one_is_the_error(

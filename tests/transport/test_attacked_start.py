@@ -96,7 +96,7 @@ def test_a_failure_of_the_io_thread_closes_the_node_with_its_cause(
     while not node._awaited:
         threading.Event().wait(0.001)
     monkeypatch.setattr(node._driver, "receive", fail)
-    node._waker.wake()
+    node._driver.wake()
     thread.join(timeout=10.0)
     assert "a bug" in str(waiting[0])
     with pytest.raises(gw.Closed, match="a bug") as caught:

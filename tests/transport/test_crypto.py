@@ -164,6 +164,41 @@ def test_a_jump_of_the_counter_by_2_to_the_63_costs_nothing() -> None:
         two.open(3, b"", memoryview(one.seal(3, b"", b"x")))
 
 
+def test_the_key_of_a_control_channel_changes_and_the_one_before_opens_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(crypto, "CONTROL_DATAGRAMS", 10)
+    one, two = channels()
+    sealed = []
+    for number in range(35):
+        counter = one.next_counter()
+        sealed.append(one.seal(counter, b"", bytes([number])))
+        assert two.open(counter, b"", memoryview(sealed[-1])) == bytes([number])
+    # Keys change with the datagrams 9, 19 and 29. The other direction has its own, unchanged.
+    for counter in range(29):
+        fresh = channels_like(two)
+        with pytest.raises(crypto.AuthenticationError):
+            fresh.open(counter, b"", memoryview(sealed[counter]))
+    assert channels_like(two).open(29, b"", memoryview(sealed[29])) == bytes([29])
+    assert one.open(0, b"", memoryview(two.seal(two.next_counter(), b"", b"back"))) == b"back"
+
+
+def channels_like(channel: crypto.ControlChannel) -> crypto.ControlChannel:
+    """Return a channel that has the receiving key of another, as its memory shows it, and has seen nothing."""
+    return crypto.ControlChannel(bytes(32), channel._receive.key)
+
+
+def test_a_lost_or_forged_datagram_changes_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crypto, "CONTROL_DATAGRAMS", 2)
+    one, two = channels()
+    one.seal(one.next_counter(), b"", b"lost")
+    one.seal(one.next_counter(), b"", b"lost")  # the first under the second key
+    for counter in range(5):
+        with pytest.raises(crypto.AuthenticationError):
+            two.open(counter, b"", memoryview(bytes(40)))
+    assert two.open(2, b"", memoryview(one.seal(one.next_counter(), b"", b"text"))) == b"text"
+
+
 def test_mac1_is_the_keyed_hash_of_everything_before_it() -> None:
     secret = bytes(range(32))
     key = hmac.digest(secret, b"gradwire transport 2 mac1\x01", "sha256")

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gradwire.transport.driver import MTU_DISCOVER, PMTUDISC_DONT, UDP_GRO, Driver, Waker, now_s
+from gradwire.transport.driver import MTU_DISCOVER, PMTUDISC_DONT, UDP_GRO, Driver, now_s
 from gradwire.transport.endpoint import Endpoint
 from gradwire.transport.handshake import LocalNode
 from gradwire.transport.types import Address, Limits, Transmit
@@ -236,68 +236,59 @@ def test_a_port_without_a_listener_costs_nothing_but_its_datagrams(
 # ---- waiting ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def waker() -> Iterator[Waker]:
-    made = Waker()
-    yield made
-    made.close()
-
-
-def test_a_wait_ends_with_a_datagram(driver: Driver, waker: Waker, endpoint: Batches) -> None:
+def test_a_wait_ends_with_a_datagram(driver: Driver, endpoint: Batches) -> None:
     endpoint.send(driver, Transmit(driver.address, [b"x"], 1))
     started_s = now_s()
-    driver.wait(started_s + LONG_S, waker)
+    driver.wait(started_s + LONG_S)
     assert now_s() - started_s < LONG_S
 
 
 def test_a_wait_ends_with_a_datagram_or_a_waker_when_select_refuses_the_descriptors(
-    driver: Driver, waker: Waker, endpoint: Batches, monkeypatch: pytest.MonkeyPatch
+    driver: Driver, endpoint: Batches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
         raise ValueError("filedescriptor out of range in select()")
 
     monkeypatch.setattr(select, "select", refuse)
     started_s = now_s()
-    waker.wake()
-    driver.wait(started_s + LONG_S, waker)
+    driver.wake()
+    driver.wait(started_s + LONG_S)
     until_s = now_s() + 0.02
-    driver.wait(until_s, waker)
+    driver.wait(until_s)
     assert now_s() >= until_s - 1e-4, "the wake-up was used up"
     endpoint.send(driver, Transmit(driver.address, [b"x"], 1))
-    driver.wait(started_s + LONG_S, waker)
+    driver.wait(started_s + LONG_S)
     assert now_s() - started_s < LONG_S
 
 
-def test_a_wait_ends_at_its_time(driver: Driver, waker: Waker) -> None:
+def test_a_wait_ends_at_its_time(driver: Driver) -> None:
     until_s = now_s() + 0.02
-    driver.wait(until_s, waker)
+    driver.wait(until_s)
     assert now_s() >= until_s - 1e-4
 
 
-def test_a_waker_ends_one_wait_before_or_while_it_lasts(driver: Driver, waker: Waker) -> None:
+def test_a_waker_ends_one_wait_before_or_while_it_lasts(driver: Driver) -> None:
     started_s = now_s()
     for _ in range(3):
-        waker.wake()  # several calls end one wait
-    driver.wait(started_s + LONG_S, waker)
+        driver.wake()  # several calls end one wait
+    driver.wait(started_s + LONG_S)
     until_s = now_s() + 0.02
-    driver.wait(until_s, waker)
+    driver.wait(until_s)
     assert now_s() >= until_s - 1e-4, "the wake-up was used up"
-    timer = threading.Timer(0.02, waker.wake)
+    timer = threading.Timer(0.02, driver.wake)
     timer.start()
-    driver.wait(now_s() + LONG_S, waker)
+    driver.wait(now_s() + LONG_S)
     timer.join()
     assert now_s() - started_s < LONG_S
 
 
-def test_a_wait_ends_when_a_full_buffer_has_space_again(
-    driver: Driver, waker: Waker, endpoint: Batches
-) -> None:
+def test_a_wait_ends_when_a_full_buffer_has_space_again(driver: Driver, endpoint: Batches) -> None:
     full = Taking(driver, lambda call, *_: errno.EAGAIN if call == 1 else 0)
     endpoint.to_send.append(Transmit(NOBODY, [b"x"], 1))
     driver.transmit(endpoint)
     assert driver.unsent
     started_s = now_s()
-    driver.wait(started_s + LONG_S, waker)
+    driver.wait(started_s + LONG_S)
     assert now_s() - started_s < LONG_S
     driver.transmit(endpoint)
     assert full.taken == [b"x"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import socket
@@ -14,7 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.transport import Node
+from gradwire.transport import Limits, Node
+
+logger = logging.getLogger(__name__)
 
 SECRET = bytes(range(32))
 FLOOD_S = 1.0
@@ -113,3 +116,66 @@ def test_a_flood_of_garbage_and_replays_stops_neither_messages_nor_newcomers(
     assert rss_mb() - before_mb < GROWTH_MB_MAX
     assert threading.active_count() == threads
     assert two.peers == (one.peer,)
+
+
+def has_raw_sockets() -> bool:
+    try:
+        socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_RAW).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_raw_sockets(), reason="forging a source address needs raw sockets")
+@pytest.mark.parametrize("datagram_bytes", [1_200, 9_000])
+@pytest.mark.parametrize("share", [0.05, 0.3, 1.0])
+def test_forged_fragments_of_full_size_lose_nothing(share: float, datagram_bytes: int) -> None:
+    """Logs the goodput over that without forgeries, and what each forged datagram costs this process."""
+
+    def stream(share: float) -> tuple[float, float, int, float]:
+        """Return goodput, processor time for a megabyte, forged datagrams, and the time until all had arrived."""
+        limits = Limits(datagram_bytes=datagram_bytes)
+        with (
+            Node("127.0.0.1:0", secret=SECRET, limits=limits) as one,
+            Node("127.0.0.1:0", [one.address], secret=SECRET, limits=limits) as two,
+        ):
+            one.wait_for_peers(1, timeout_s=10.0)
+            two.wait_for_peers(1, timeout_s=10.0)
+            ports = [node.address.split(":")[1] for node in (one, two)]
+            program = str(Path(__file__).with_name("forger.py"))
+            forger = subprocess.Popen(
+                [sys.executable, program, *ports, str(share), str(FLOOD_S)],
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            assert forger.stdout is not None
+            assert forger.stdout.readline() == "ready\n"
+            payload = bytes(MEGABYTE)
+            tags: list[int] = []
+            published = 0
+            started_s, cpu_s = time.monotonic(), time.process_time()
+            while forger.poll() is None:
+                if one.has_room(len(payload)):
+                    one.publish(payload, published)
+                    published += 1
+                tags += [tag for _, tag, _ in two.receive(0.002)]
+            ended_s = time.monotonic()
+            goodput = len(tags) / (ended_s - started_s)
+            while len(tags) < published:
+                assert time.monotonic() < ended_s + PATIENCE_S
+                tags += [tag for _, tag, _ in two.receive(0.1)]
+            assert tags == [*range(published)]
+            cpu_s = (time.process_time() - cpu_s) / max(1, len(tags))
+            return goodput, cpu_s, int(forger.communicate()[0]), time.monotonic() - ended_s
+
+    quiet, quiet_cpu_s, none, _ = stream(0.0)
+    loud, loud_cpu_s, forged, recovery_s = stream(share)
+    assert none == 0
+    assert forged > 10
+    logger.info(
+        "%d bytes, %g times the stream: %.0f of %.0f MB/s, %.2f; %d forged; %.1f ms instead of %.1f ms for a "
+        "megabyte; all arrived %.1f s after the last forgery",
+        *(datagram_bytes, share, loud, quiet, loud / quiet, forged),
+        *(loud_cpu_s * 1e3, quiet_cpu_s * 1e3, recovery_s),
+    )

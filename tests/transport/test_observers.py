@@ -14,7 +14,8 @@ from collections.abc import Callable
 import pytest
 
 from gradwire.transport.session import State
-from gradwire.transport.wire import CONTROL, DATA, HEADER, INIT, RESPONSE
+from gradwire.transport.types import Limits
+from gradwire.transport.wire import CONTROL, DATA, HEADER, HEADER_BYTES, INIT, RESPONSE
 
 from .faults import MEGABYTE
 from .simulator import Host, Link, Simulator
@@ -254,6 +255,44 @@ def test_ten_thousand_forged_fragments_a_second_cost_a_fifth_at_most(
         return simulator.now_s - started_s
 
     assert elapsed_s(False) >= 0.8 * elapsed_s(True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nbytes", [1_200, 9_000])
+@pytest.mark.parametrize(
+    ("delays_s", "least_ratio"), [((0.0,), 0.1), ((0.02,), 0.95), ((0.0, 0.0025), 0.02)]
+)
+def test_forged_copies_of_every_fragment_lose_nothing_and_the_stream_recovers(
+    nbytes: int, delays_s: tuple[float, ...], least_ratio: float
+) -> None:
+    """Every fragment has a forged twin of its size, which comes before it, after it, or at random before or after."""
+    generator = random.Random(11)
+    simulator = Simulator(11, Link(delay_s=0.001, rate_bytes_per_s=12.5e6))
+    one, two = simulator.mesh(2, limits=Limits(datagram_bytes=nbytes))
+    is_forging = False
+
+    def watch(_: int, seen: bytes) -> bool:
+        if is_forging and seen[0] == DATA:
+            forged = seen[:HEADER_BYTES] + generator.randbytes(len(seen) - HEADER_BYTES)
+            at_s = simulator.now_s + generator.choice(delays_s)
+            simulator.call_at(at_s, lambda: deliver(simulator, two, forged, one.address))
+        return False
+
+    def elapsed_s(tag: int) -> float:
+        started_s = simulator.now_s
+        ticket = simulator.publish(one, bytes([tag]) * MEGABYTE, tag)
+        simulator.run_until(lambda: ticket.is_done, 30.0)
+        return simulator.now_s - started_s
+
+    simulator.link(one, two).drop = watch
+    quiet_s = elapsed_s(0)
+    is_forging = True
+    assert quiet_s >= least_ratio * elapsed_s(1)
+    is_forging = False
+    elapsed_s(2)
+    assert quiet_s >= 0.5 * elapsed_s(3)
+    assert two.payloads == [bytes([tag]) * MEGABYTE for tag in range(4)]
+    assert one.lost == two.lost == []
 
 
 @pytest.mark.parametrize("interval_s", [0.0001, 0.001, 0.01])

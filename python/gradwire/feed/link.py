@@ -29,6 +29,8 @@ _HELLO, _WANT, _GRANT, _BATCH, _END, _CLAIM, _SUPERSEDED = range(7)
 _HEAD: Final = struct.Struct("<qqqqqq")
 _NO_CLAIM: Final = _HEAD.pack(-1, 0, 0, 0, 0, 0)
 _POLL_S: Final = 0.02
+_TURN_S: Final = 0.0005  # in which another thread may take the lock
+_PARTS_MAX: Final = 1 << 20  # of a stream, one for each partition in Spark: 32 MB of claims
 
 
 class Link:
@@ -64,16 +66,24 @@ class Link:
             raise self._ended
 
     def reserve(self, nbytes: int, timeout_s: float | None) -> Slot:
-        """Ask for a slot and wait for it; threads take turns."""
-        with self._lock:
-            self._receive(0.0)
-            if not self._grants and not self._is_asking:
-                self._publish(b"", _WANT)
-                self._is_asking = True
-            if not self._wait(lambda: self._grants > 0, timeout_s):
+        """Ask for a slot and wait for it; other threads may send their batches meanwhile."""
+        end_s = None if timeout_s is None else now_s() + timeout_s
+        wait_s = 0.0
+        while True:
+            with self._lock:
+                self._receive(wait_s)
+                if self._ended is not None:
+                    raise self._ended
+                if self._grants:
+                    self._grants -= 1
+                    return Slot(0, memoryview(bytearray(_HEAD.size + nbytes))[_HEAD.size :])
+                if not self._is_asking:
+                    self._publish(b"", _WANT)
+                    self._is_asking = True
+            if end_s is not None and now_s() >= end_s:
                 raise TimeoutError(f"no space in the feed within {timeout_s:g} s")
-            self._grants -= 1
-        return Slot(0, memoryview(bytearray(_HEAD.size + nbytes))[_HEAD.size :])
+            wait_s = _POLL_S
+            threading.Event().wait(_TURN_S)
 
     def commit(self, slot: Slot, claim: Claim | None = None) -> None:
         """Send a batch into its slot, see `Ring.commit`; that it is superseded, a later call may find out."""
@@ -109,7 +119,9 @@ class Link:
         return is_there()
 
     def _receive(self, timeout_s: float) -> None:
-        for _, tag, payload in self._node.receive(timeout_s):
+        for peer, tag, payload in self._node.receive(timeout_s):
+            if peer != self._peer:
+                continue  # another producer, whose messages are for the feed's machine
             if tag == _HELLO:
                 self.slot_bytes = int(bytes(payload))
             elif tag == _GRANT:
@@ -158,6 +170,15 @@ def _ending(payload: Any) -> tuple[str, str]:
     return how, text
 
 
+def _claim_in(payload: Any) -> Claim | None:
+    """Return the claim at the beginning of a message, one of a negative stream for none; None for other bytes."""
+    if len(payload) < _HEAD.size:
+        return None
+    claim = Claim(*_HEAD.unpack_from(payload))
+    is_valid = claim.stream < 0 or (0 <= claim.part < _PARTS_MAX and min(claim) >= 0)
+    return claim if is_valid else None
+
+
 class Server:
     """The feed's side of all links of one node: a thread runs it."""
 
@@ -165,7 +186,9 @@ class Server:
         self._ring = ring
         self._node = node
         self._waiting: list[Peer] = []  # producers without a slot, in the order in which they asked
-        self._slots: dict[Peer, Slot] = {}
+        self._slots: dict[
+            Peer, list[Slot]
+        ] = {}  # several, if several threads of a producer put batches
 
     def run(self) -> None:
         """Serve the feed until the node is closed; after the feed's end only tell producers so."""
@@ -196,23 +219,25 @@ class Server:
     def _handle(self, peer: Peer, tag: int, payload: Any) -> None:
         if tag == _HELLO:
             self._publish(peer, str(self._ring.slot_bytes).encode(), _HELLO)
-        elif tag == _WANT:
+        elif (
+            tag == _WANT and peer not in self._waiting
+        ):  # a producer asks again only once it has its slot
             self._waiting.append(peer)
-        elif tag == _BATCH and peer in self._slots:
-            slot = self._slots.pop(peer)
+        elif tag == _BATCH and self._slots.get(peer):
+            slot = self._slots[peer].pop()
             nbytes = len(payload) - _HEAD.size
-            if 0 < nbytes <= len(slot.buffer):
+            claim = _claim_in(payload)
+            if claim is not None and 0 < nbytes <= len(slot.buffer):
                 slot.buffer[:nbytes] = payload[_HEAD.size :]
-                claim = Claim(*_HEAD.unpack_from(payload))
                 try:
                     self._ring.commit(slot, None if claim.stream < 0 else claim)
                 except Superseded as error:
                     self._publish(peer, str(error).encode(), _SUPERSEDED)
             else:
                 self._ring.abandon(slot)
-        elif tag == _CLAIM and len(payload) == _HEAD.size:
+        elif tag == _CLAIM and (claim := _claim_in(payload)) is not None and claim.stream >= 0:
             try:
-                claim = self._ring.claim(Claim(*_HEAD.unpack(payload)))
+                claim = self._ring.claim(claim)
             except Superseded as error:
                 self._publish(peer, str(error).encode(), _SUPERSEDED)
             else:
@@ -224,15 +249,18 @@ class Server:
     def _grant(self) -> None:
         """Grant free slots in the order of the requests; raise if the feed has ended."""
         self._ring.check()
+        # A producer that sends nothing into its slots leaves the others as many.
+        most = max(1, self._ring.slots // 2)
         with contextlib.suppress(TimeoutError):
-            while self._waiting:
+            for peer in [each for each in self._waiting if len(self._slots.get(each, ())) < most]:
                 slot = self._ring.reserve(self._ring.slot_bytes, 0.0)
-                peer = self._waiting.pop(0)
-                self._slots[peer] = slot
+                self._waiting.remove(peer)
+                self._slots.setdefault(peer, []).append(slot)
                 self._publish(peer, b"", _GRANT)
 
     def _forget(self, gone: set[Peer]) -> None:
         self._waiting = [peer for peer in self._waiting if peer not in gone]
         for peer in gone & self._slots.keys():
-            _LOG.warning("producer %s is gone, with the batch that it was sending", peer.address)
-            self._ring.abandon(self._slots.pop(peer))
+            for slot in self._slots.pop(peer):
+                _LOG.warning("%s is gone, with the batch that it was sending", peer.address)
+                self._ring.abandon(slot)

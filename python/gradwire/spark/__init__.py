@@ -16,6 +16,7 @@ from .tasks import node, run
 
 if TYPE_CHECKING:
     from .estimator import TorchEstimator, TorchModel
+    from .persistence import trust_code
     from .production import Production, stream
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "node",
     "run",
     "stream",
+    "trust_code",
 ]
 
 # Imported at first use: they need torch, pyarrow and pandas.
@@ -35,6 +37,7 @@ _LAZY = {
     "TorchEstimator": "estimator",
     "TorchModel": "estimator",
     "stream": "production",
+    "trust_code": "persistence",
 }
 
 

@@ -19,14 +19,6 @@ import torch
 from pyspark import cloudpickle
 from pyspark.ml import Estimator, Model
 from pyspark.ml.param import Param, Params
-from pyspark.ml.util import (
-    DefaultParamsReader,
-    DefaultParamsWriter,
-    MLReadable,
-    MLReader,
-    MLWritable,
-    MLWriter,
-)
 from pyspark.sql import functions as F  # noqa: N812
 
 from ..errors import GradwireError
@@ -34,6 +26,7 @@ from ..transport import Limits, generate_secret, parse_secret
 from . import data, rounds
 from .checkpoints import Checkpoints, unpack
 from .history import History
+from .persistence import Stored
 from .progress import Progress, report_epoch
 from .session import (
     Parcel,
@@ -44,7 +37,6 @@ from .session import (
     task_failure,
 )
 from .strategies import ParameterAveraging, SharedTraining
-from .tasks import pieces_of
 from .train import OUTPUT, TrainingJob, device_of, rank_of_task, train
 
 if TYPE_CHECKING:
@@ -130,59 +122,7 @@ _ROLES = {
 }
 
 
-class _Stored(MLReadable[Any], MLWritable):
-    """Saving and loading: parameters and state as rows of a DataFrame, in any file system of Spark.
-
-    **Loading runs code from the file**: the functions that make model, optimiser and loss are stored by cloudpickle.
-    Load only what you, or somebody whom you trust as much, has saved.
-    """
-
-    _state: tuple[str, ...] = ()  # names of attributes that are saved with the parameters
-
-    def write(self) -> MLWriter:
-        """Return the writer."""
-        return _Writer(self)
-
-    @classmethod
-    def read(cls) -> MLReader[Any]:
-        """Return the reader. **What it loads can run any code**: load only files that you trust."""
-        return _Reader(cls)
-
-
-class _Writer(MLWriter):
-    def __init__(self, instance: Any) -> None:
-        super().__init__()
-        self._instance = instance
-
-    def saveImpl(self, path: str) -> None:  # noqa: N802  (Spark's name)
-        instance = self._instance
-        spark = self.sparkSession
-        DefaultParamsWriter.saveMetadata(instance, path, spark, paramMap={})
-        values = {param.name: value for param, value in instance._paramMap.items()}
-        state = {name: getattr(instance, name) for name in instance._state}
-        data = cloudpickle.dumps((values, state))
-        rows = list(enumerate(pieces_of(data)))
-        spark.createDataFrame(rows, "part int, data binary").write.parquet(f"{path}/data")
-
-
-class _Reader(MLReader[Any]):
-    def __init__(self, kind: type) -> None:
-        super().__init__()
-        self._kind = kind
-
-    def load(self, path: str) -> Any:
-        spark = self.sparkSession
-        instance = self._kind()
-        name = f"{self._kind.__module__}.{self._kind.__name__}"
-        instance._resetUid(DefaultParamsReader.loadMetadata(path, spark, name)["uid"])
-        rows = spark.read.parquet(f"{path}/data").orderBy("part").toLocalIterator()
-        values, state = cloudpickle.loads(b"".join(bytes(row.data) for row in rows))
-        instance._set(**values)
-        vars(instance).update(state)
-        return instance
-
-
-class TorchEstimator(Estimator["TorchModel"], _Stored):
+class TorchEstimator(Estimator["TorchModel"], Stored):
     """Trains a torch model on the executors of a Spark cluster.
 
     ``model``, ``optimizer`` and ``loss`` are functions that the workers call: each makes its own copy, with the same
@@ -219,7 +159,11 @@ class TorchEstimator(Estimator["TorchModel"], _Stored):
             ``spark.stage.maxConsecutiveAttempts`` (4) attempts.
         limits: of the workers' nodes, such as ``Limits(message_bytes_max=...)``; ``down_s`` is at least ``timeout_s``.
         collect_stats: keep every worker's times and bytes in ``model.history``.
+
+    **A saved estimator is loaded without its functions, unless within** `trust_code`: they are code from the file.
     """
+
+    _options = EstimatorOptions
 
     def __init__(self, **options: Unpack[EstimatorOptions]) -> None:
         super().__init__()
@@ -281,6 +225,7 @@ class TorchEstimator(Estimator["TorchModel"], _Stored):
         return model._resetUid(self.uid)
 
     def _job(self, spark: SparkSession) -> TrainingJob:
+        self.check_code()
         values = {name: self.getOrDefault(name) for name in _ESTIMATOR}
         for name in ("model", "optimizer", "loss"):
             if not callable(values[name]) or isinstance(values[name], torch.nn.Module):
@@ -412,17 +357,18 @@ def _results(rows: DataFrame, job: TrainingJob) -> dict[str, bytes]:
     return {kind: b"".join(data for _, data in sorted(pieces[kind].items())) for kind in pieces}
 
 
-class TorchModel(Model, _Stored):
+class TorchModel(Model, Stored):
     """A trained torch model; made by `TorchEstimator`.
 
-    **Loading a saved model runs code from the file**, so load only files that you trust.
+    **A saved model is loaded without the function that makes its module, unless within** `trust_code`: the function is
+    code from the file.
 
     Attributes:
         state: the module's ``state_dict``, as bytes of ``torch.save``.
         checkpoint: folder with the checkpoints of the fit, for ``fit(resume=...)``; None without one.
     """
 
-    _state = ("state", "rows", "checkpoint")
+    _options = ModelOptions
 
     def __init__(self) -> None:
         super().__init__()
@@ -441,13 +387,35 @@ class TorchModel(Model, _Stored):
         """A pandas frame with one row per epoch, or per epoch and worker with ``collect_stats=True``."""
         return History(self.rows)
 
+    def attachments(self) -> dict[str, Any]:
+        """Return the attributes that are saved beside the parameters."""
+        return {"rows": self.rows, "checkpoint": self.checkpoint}
+
+    def attach(self, values: dict[str, Any], state: bytes) -> None:
+        """Take the attributes and the state of a file; raise `ValueError` if they are not such attributes."""
+        if values.keys() != {"rows", "checkpoint"}:
+            raise ValueError(f"the attributes are {sorted(values)}")
+        rows, checkpoint = values["rows"], values["checkpoint"]
+        numbers = [number for row in rows for number in row.values()]
+        if not all(isinstance(number, (int, float, NoneType)) for number in numbers):
+            raise ValueError("the history has something else than numbers")
+        if not isinstance(checkpoint, (str, NoneType)):
+            raise ValueError(f"checkpoint is {checkpoint!r:.200}")
+        self.rows, self.checkpoint, self.state = rows, checkpoint, state
+
     def module(self) -> torch.nn.Module:
-        """Return the trained module, on the CPU."""
+        """Return the trained module, on the CPU.
+
+        Raises:
+            ValueError: the model was loaded without its code.
+        """
+        self.check_code()
         module: torch.nn.Module = self.getOrDefault("model")()
         module.load_state_dict(unpack(self.state))
         return module.eval()
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
+        self.check_code()
         values = {name: self.getOrDefault(name) for name in _BOTH}
         spark = dataset.sparkSession
         sent = self._sent

@@ -102,7 +102,10 @@ class Progress:
                     self._take_event(event)
                 for message in messages:
                     task, worker = divmod(message.peer.id, WORKERS_MAX)
-                    self._take_note(task, worker, json.loads(bytes(message.payload)))
+                    try:
+                        self._take_note(task, worker, json.loads(bytes(message.payload)))
+                    except (KeyError, TypeError, ValueError, RecursionError) as error:
+                        _LOG.warning("a note of %s cannot be read: %r", self._name(worker), error)
 
     def _take_event(self, event: Event) -> None:
         task, worker = divmod(event.peer.id, WORKERS_MAX)

@@ -107,6 +107,10 @@ class SharedTraining:
         """Time for which a worker that stands still is waited for."""
         return self.options.timeout_s
 
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments that make an equal object."""
+        return {name: value for name, value in _values_of(self).items() if name not in _SET}
+
     def __repr__(self) -> str:
         """Return the call with the arguments that are not the defaults."""
         values = _values_of(self)

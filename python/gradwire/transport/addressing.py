@@ -46,14 +46,9 @@ def parse_numeric(text: str, like: Address) -> Address:
     """Parse an address that a peer has told; raise `ValueError` unless a socket like this can send there as it is."""
     host, port = parse_address(text)
     address = ipaddress.ip_address(host)  # no name: a resolver may take seconds
-    is_group = address.is_multicast or host == "255.255.255.255"
-    if (
-        not port
-        or is_group
-        or address.is_unspecified
-        or "%" in host
-        or (address.version == 6) != (":" in like[0])
-    ):
+    is_unusable = not port or "%" in host or address.is_unspecified or address.is_multicast
+    is_other_version = (address.version == 6) != (":" in like[0])
+    if is_unusable or is_other_version or host == "255.255.255.255":
         raise ValueError(f"a node bound to {format_address(like)} cannot send to {text!r}")
     return str(address), port
 

@@ -24,6 +24,7 @@ PUBLIC_KEY_BYTES: Final = 32
 REPLAY_WINDOW: Final = 1_024
 # Records of 62 kB under one AES-GCM key: 2^34 blocks, an attacker's advantage below 2^-60 (RFC 8446, section 5.5).
 EPOCH_BITS: Final = 22
+CONTROL_DATAGRAMS: Final = 1 << 16  # under one key; with a heartbeat every 0.2 s at most 3.6 hours
 EPOCHS_AHEAD_MAX: Final = 1_000  # 4 billion records; takes 10 ms
 KEY_BYTES: Final = 16
 IV_BYTES: Final = 12
@@ -158,24 +159,32 @@ class ControlChannel:
 
     def __init__(self, send_key: bytes, receive_key: bytes) -> None:
         self.highest_received = -1  # the highest counter accepted so far
-        self._send = AESGCM(send_key)
-        self._receive = AESGCM(receive_key)
+        self._send = _EpochKey(send_key, FIRST_NONCE)
+        self._receive = _EpochKey(receive_key, FIRST_NONCE)
         self._counter = 0
         self._seen = 0  # bit i: the counter ``highest_received - i`` was accepted
 
     def next_counter(self) -> int:
         """Return the counter for the next datagram; no counter is returned twice."""
         self._counter += 1
+        if self._counter % CONTROL_DATAGRAMS == 0:
+            # The peer notices. Whoever finds a key in memory opens nothing that was sealed with the ones before.
+            self._send = self._send.following()
         return self._counter - 1
 
     def seal(self, counter: int, header: bytes, plaintext: bytes) -> bytes:
         """Return header, ciphertext and tag: a complete datagram."""
-        return header + self._send.encrypt(counter.to_bytes(IV_BYTES, "big"), plaintext, header)
+        return header + self._send.aead.encrypt(self._send.nonce(counter), plaintext, header)
 
     def open(self, counter: int, header: bytes, ciphertext: memoryview) -> bytes:
         """Return the plaintext; raise `AuthenticationError` if forged, `RepeatedError` if repeated or too old."""
         # The window counts only after the tag has verified: a forged counter must not shut out genuine datagrams.
-        plaintext = self._receive.decrypt(counter.to_bytes(IV_BYTES, "big"), ciphertext, header)
+        try:
+            plaintext = self._receive.aead.decrypt(self._receive.nonce(counter), ciphertext, header)
+        except AuthenticationError:
+            following = self._receive.following()
+            plaintext = following.aead.decrypt(following.nonce(counter), ciphertext, header)
+            self._receive = following  # what is late under the key before counts as lost
         age = self.highest_received - counter
         if age >= REPLAY_WINDOW or (age >= 0 and self._seen >> age & 1):
             raise RepeatedError(plaintext)
@@ -219,10 +228,8 @@ class KeyChain:
         ahead = epoch - self._newest
         for _ in range(ahead if ahead <= EPOCHS_AHEAD_MAX else 0):
             last = self._epochs[self._newest]
-            material = hmac.digest(last.key, NEXT_KEY_LABEL + last.iv, "sha256")
-            following = _EpochKey(material[:KEY_BYTES], material[KEY_BYTES:][:IV_BYTES])
             # The last epoch stays, because records that were sent before this one may still arrive.
-            self._epochs = {self._newest: last, self._newest + 1: following}
+            self._epochs = {self._newest: last, self._newest + 1: last.following()}
             self._newest += 1
         epoch_key = self._epochs.get(epoch)
         if epoch_key is None:
@@ -231,18 +238,23 @@ class KeyChain:
 
 
 class _EpochKey:
-    """The AES-GCM key and IV of one epoch."""
+    """An AES-GCM key and IV, from which only the following ones can be computed; a control key has no IV."""
 
     def __init__(self, key: bytes, iv: bytes) -> None:
         self.key, self.iv = key, iv
         self._iv_number = int.from_bytes(iv, "big")
-        aead = AESGCM(key)
+        self.aead = aead = AESGCM(key)
         self.encrypt_into: Transform = getattr(aead, "encrypt_into", _copying(aead.encrypt))
         self.decrypt_into: Transform = getattr(aead, "decrypt_into", _copying(aead.decrypt))
 
-    def nonce(self, record: int) -> bytes:
-        """Return the nonce of a record."""
-        return (self._iv_number ^ record).to_bytes(IV_BYTES, "big")
+    def nonce(self, number: int) -> bytes:
+        """Return the nonce of a record or control datagram."""
+        return (self._iv_number ^ number).to_bytes(IV_BYTES, "big")
+
+    def following(self) -> _EpochKey:
+        """Return the key after this one."""
+        material = hmac.digest(self.key, NEXT_KEY_LABEL + self.iv, "sha256")
+        return _EpochKey(material[: len(self.key)], material[len(self.key) :][:IV_BYTES])
 
 
 def _copying(transform: Callable[[bytes, memoryview, bytes], bytes]) -> Transform:

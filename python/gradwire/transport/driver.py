@@ -59,12 +59,13 @@ class Driver:
             if error.errno == errno.EADDRNOTAVAIL:
                 message += f"; this machine has {', '.join(local_addresses())}"
             raise OSError(error.errno, message) from error
-        self._socket.setblocking(False)
+        self._alarm, self._bell = socket.socketpair()  # readable once `wake` was called
+        for each in (self._socket, self._alarm, self._bell):
+            each.setblocking(False)
         closing = weakref.finalize(self, self._socket.close)
         closing.atexit = False
         os.register_at_fork(after_in_child=closing)  # a forked child would keep the port
-        host, port = self._socket.getsockname()[:2]
-        self.address: Address = (host, port)
+        self.address: Address = self._socket.getsockname()[:2]
         self.has_gso = offload and sys.platform == "linux"
         self.has_gro = False
         self.kernel_drops = 0  # datagrams that did not fit into the socket's receive buffer
@@ -179,41 +180,28 @@ class Driver:
             target = f"{format_address(transmit.address)} ({error.strerror}): {SIZE_REMEDY}"
             logger.warning("%s datagrams of %d bytes to %s", what, nbytes, target)
 
-    def wait(self, until_s: float, waker: Waker) -> None:
-        """Sleep until a time, or until a datagram comes, the waker is used, or a full socket buffer has space again."""
+    def wake(self) -> None:
+        """End the current `wait`, or the next one if there is none; any thread may call it."""
+        with contextlib.suppress(OSError):  # a full pipe wakes as well; a closed one has no reader
+            self._bell.send(b"\0")
+
+    def wait(self, until_s: float) -> None:
+        """Sleep until a time, or until a datagram comes, `wake` is called, or a full socket buffer has space again."""
         writes = [self._socket] if self.unsent else []
         timeout_s = max(0.0, until_s - now_s())
-        with contextlib.suppress(OSError, ValueError):  # another thread has closed the socket
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # no alarm, or another thread has closed the socket
             try:  # microseconds, where ``poll`` rounds up to milliseconds
-                ready = select.select([waker.socket, self._socket], writes, [], timeout_s)[0]
+                select.select([self._alarm, self._socket], writes, [], timeout_s)
             except ValueError:  # a descriptor is too large for ``select``
                 poller = select.poll()
-                poller.register(waker.socket, select.POLLIN)
+                poller.register(self._alarm, select.POLLIN)
                 poller.register(self._socket, select.POLLIN | (select.POLLOUT if writes else 0))
                 poller.poll(timeout_s * 1_000)
-                ready = [waker.socket]
-            if waker.socket in ready:
-                waker.socket.recv(4_096)
+            self._alarm.recv(4_096)
 
     def close(self) -> None:
-        """Close the socket."""
-        self._socket.close()
-
-
-class Waker:
-    """Ends a `Driver.wait` in another thread."""
-
-    def __init__(self) -> None:
-        self.socket, self._other = socket.socketpair()  # readable once `wake` was called
-        self.socket.setblocking(False)
-        self._other.setblocking(False)
-
-    def wake(self) -> None:
-        """End the current wait, or the next one if no thread is waiting."""
-        with contextlib.suppress(OSError):  # a full pipe wakes as well; a closed one has no reader
-            self._other.send(b"\0")
-
-    def close(self) -> None:
-        """Release the sockets."""
-        self.socket.close()
-        self._other.close()
+        """Close the sockets."""
+        for each in (self._socket, self._alarm, self._bell):
+            each.close()

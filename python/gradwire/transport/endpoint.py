@@ -54,7 +54,7 @@ class Endpoint:
         stream = int.from_bytes(local.entropy(4), "little")
         keys = KeyChain(local.entropy(KEY_BYTES), local.entropy(IV_BYTES), first_record)
         self.sealer = Sealer(keys, stream, limits.datagram_bytes)
-        self.log = SendLog(limits.send_log_bytes, first_record)
+        self.log = SendLog(limits.send_log_bytes, first_record, local.started_at_s)
         self.discovery = Discovery()
         self.sessions = SessionTable()
         self.is_closing = False  # refuse new messages and new peers; queued messages are still sent
@@ -338,6 +338,7 @@ class Endpoint:
     def _check_peers(self, now_s: float) -> None:
         """Renew every peer's credit, evict lagging peers if asked to, and tell one peer the others' addresses again."""
         sessions = self._up_sessions()
+        self.log.renew_key(now_s)
         for session in sessions:
             session.resume(now_s)
             if self._evicts and session.sender.is_late(self.limits.lag_s, now_s):

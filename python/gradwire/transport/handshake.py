@@ -41,8 +41,8 @@ class RejectedPeers:
         self.reason = reason
         if now_s >= self._log_at_s:
             self._log_at_s = now_s + LOG_INTERVAL_S
-            text = f"an INIT from {format_address(address)} gets no answer: {reason}; this is {self.name}"
-            logger.warning("%s", text)
+            text = "an INIT from %s gets no answer: %s; this is %s"
+            logger.warning(text, format_address(address), reason, self.name)
 
     def note_version(self, kind: int, address: Address, now_s: float) -> None:
         """Count a datagram of an unknown kind if it is an INIT of another version."""

@@ -19,7 +19,7 @@ from .. import rendezvous
 from ..errors import Closed, NotCopied, TransportError
 from . import addressing
 from .addressing import format_address, parse_address, resolve
-from .driver import Driver, Waker, now_s
+from .driver import Driver, now_s
 from .endpoint import Endpoint
 from .handshake import LocalNode
 from .secret import fingerprint, parse_secret
@@ -120,7 +120,6 @@ class Node(NotCopied, instead="make a node in every process that has one"):
         self._changed = threading.Condition(self._lock)
         self._awaited: list[Callable[[], bool]] = []
         self._close_lock = threading.Lock()
-        self._waker = Waker()
         self._process = os.getpid()
         self._is_closed = False
         self._failure: Exception | None = None  # of the I/O thread
@@ -188,7 +187,7 @@ class Node(NotCopied, instead="make a node in every process that has one"):
         resolved = resolve(address, like=self._driver.address)
         with self._lock:
             self._connect(resolved)
-        self._waker.wake()
+        self._driver.wake()
 
     def wait_for_peers(self, count: int, timeout_s: float) -> tuple[Peer, ...]:
         """Wait until at least ``count`` peers are connected, and return them; the log names the missing ones meanwhile.
@@ -282,9 +281,8 @@ class Node(NotCopied, instead="make a node in every process that has one"):
         """Return whether `publish` would take a message of this size now instead of raising `WouldBlock`."""
         self._check_open()
         with self._lock:
-            if self._endpoint.has_room(nbytes):
-                return True
-            self._pump()
+            if not self._endpoint.has_room(nbytes):
+                self._pump()
             return self._endpoint.has_room(nbytes)
 
     def receive(self, timeout_s: float = 0.0) -> list[Received]:
@@ -335,10 +333,9 @@ class Node(NotCopied, instead="make a node in every process that has one"):
                 self._driver.transmit(self._endpoint)
             self._is_closed = True
             self._changed.notify_all()
-        self._waker.wake()
+        self._driver.wake()
         self._thread.join()
         self._driver.close()
-        self._waker.close()
         return undelivered
 
     def __enter__(self) -> Node:
@@ -371,7 +368,7 @@ class Node(NotCopied, instead="make a node in every process that has one"):
         due_s = self._driver.transmit(self._endpoint)
         if due_s < self._sleeps_until_s - TICK_S or self._driver.unsent:
             self._sleeps_until_s = due_s
-            self._waker.wake()
+            self._driver.wake()
         self._notify()
 
     def _notify(self) -> None:
@@ -388,7 +385,7 @@ class Node(NotCopied, instead="make a node in every process that has one"):
                     self._driver.receive(self._endpoint)
                     until_s = self._sleeps_until_s = self._driver.transmit(self._endpoint)
                     self._notify()
-                self._driver.wait(until_s, self._waker)
+                self._driver.wait(until_s)
         except Exception as error:
             logger.exception("the I/O thread of the node at %s has failed", self.address)
             with self._lock:

@@ -242,6 +242,7 @@ class Receiver:
         if self.cumulative <= first < self.cumulative + ACK_WINDOW_RECORDS:
             self._complete[first] = first + count
             self._advance()
+            self._keys.key_of(self.cumulative)  # forgets the keys of earlier epochs
         self.acknowledge_by(now_s + ACK_DELAY_S)
 
     def _advance(self) -> None:

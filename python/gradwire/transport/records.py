@@ -8,9 +8,10 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from . import wire
-from .crypto import KeyChain
+from .crypto import EPOCH_BITS, KeyChain
 from .wire import HEADER_BYTES, RECORD_META_BYTES
 
+KEY_LIFE_S: Final = 86_400.0  # of a sender key
 OBJECT_BYTES: Final = 1_400  # memory of the Python objects of a record and its ticket
 FRAGMENT_INDICES: Final = np.arange(wire.FRAGMENTS_MAX, dtype=np.uint8)
 
@@ -55,8 +56,9 @@ def lowest_bits(mask: int, count: int) -> int:
 class SendLog:
     """The records that some peer has not acknowledged yet, bounded in bytes."""
 
-    def __init__(self, limit_bytes: int, first_record: int = 0) -> None:
+    def __init__(self, limit_bytes: int, first_record: int = 0, now_s: float = 0.0) -> None:
         self.limit_bytes = limit_bytes
+        self._renewed_at_s = now_s  # the sender key
         self.head = first_record  # number of the next record
         self.base = first_record  # every record below this number has been released
         self.used_bytes = 0
@@ -73,6 +75,12 @@ class SendLog:
         self._records[record.number] = record
         self.used_bytes += record.nbytes + OBJECT_BYTES
         self.head += 1
+
+    def renew_key(self, now_s: float) -> None:
+        """Once a day, if the log is empty, go on in the next epoch; peers get a SKIP for the numbers before."""
+        if now_s - self._renewed_at_s >= KEY_LIFE_S and not self._records:
+            self._renewed_at_s = now_s
+            self.head = self.base = (self.head >> EPOCH_BITS) + 1 << EPOCH_BITS
 
     def release_below(self, number: int) -> None:
         """Drop the records below ``number``: every peer has them or will never get them."""

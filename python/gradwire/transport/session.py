@@ -22,9 +22,7 @@ logger = logging.getLogger(__name__)
 CLOSE_ATTEMPTS: Final = 5
 CLOSE_RETRY_MAX_S: Final = 0.5
 PINGS_MAX: Final = 16
-ADDRESS_BYTES_MAX: Final = (
-    64  # of an advertised one, so that 16 fit into a frame; whoever connects to it checks it
-)
+ADDRESS_BYTES_MAX: Final = 64  # of an advertised one, so that 16 fit into a frame
 BURSTS_PER_POLL: Final = 16
 RESPONSE_INTERVAL_S: Final = RETRY_FIRST_S / 2  # a genuine INIT is repeated half as often at most
 # RESPONSEs to one INIT, which may come from several sources: ten at once, and ten in a second.
@@ -165,11 +163,8 @@ class Session:
         retry = self._retry
         at_s = max(retry.due_at_s, now_s - (RESPONSES_AT_ONCE - 1) * RESPONSE_SHARE_S)
         is_late = address != self.address or now_s - retry.sent_at_s >= RESPONSE_INTERVAL_S
-        if (
-            at_s > now_s
-            or not is_late
-            or not self._endpoint.is_answered(self.identity, address, now_s)
-        ):
+        is_due = at_s <= now_s and is_late
+        if not (is_due and self._endpoint.is_answered(self.identity, address, now_s)):
             return False
         self.address = address
         retry.sent_at_s = now_s

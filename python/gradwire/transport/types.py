@@ -98,6 +98,7 @@ class Limits:
                 operator.index(value)
         low, high = DATAGRAM_BYTES_MIN, DATAGRAM_BYTES_MAX
         message_bytes = self.message_bytes_max
+        silence = f"above 5 × heartbeat_s ({self.heartbeat_s})"
         twice = f"at least twice message_bytes_max ({message_bytes})"
         for name, is_valid, rule in (
             ("window_bytes", self.window_bytes > 0, "positive"),
@@ -107,11 +108,7 @@ class Limits:
             ("message_bytes_max", 1 <= message_bytes <= 256 << 20, f"1 to {256 << 20}"),
             ("send_log_bytes", self.send_log_bytes >= 2 * message_bytes, twice),
             ("receive_bytes", self.receive_bytes >= 2 * message_bytes, twice),
-            (
-                "down_s",
-                self.down_s > 5 * self.heartbeat_s,
-                f"above 5 × heartbeat_s ({self.heartbeat_s})",
-            ),
+            ("down_s", self.down_s > 5 * self.heartbeat_s, silence),
         ):
             if not is_valid:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be {rule}")
