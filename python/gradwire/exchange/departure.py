@@ -512,6 +512,7 @@ class Trainings:
         if was_outside and not self._is_sync and not own_group.isdisjoint(hello.members):
             if not self._departure.has_gone(run, hello.first_step):
                 membership.admit(run, hello.first_step)
+                membership.admit_unaware(run)
                 self._router.introduce(run)  # a newcomer waits for this
             return
         if not names_this_node:  # synchronous newcomers are admitted at the end of a step

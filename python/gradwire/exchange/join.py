@@ -318,7 +318,7 @@ class Join:
                 (self._recipient.received_bytes, self._replica.step, membership.phase),
                 self._recipient.progress,
             )
-            self._check_kept_updates()
+            _check_kept_updates(membership, self._recipient)
             if wait.is_over:
                 raise TimeoutError(
                     f"this node did not come in within {wait.silence_s:g} s of the last progress, "
@@ -326,20 +326,6 @@ class Join:
                 )
         # Of a checkpoint: what this node kept as an owner is its residual where another node owns the part now.
         self._replica.add_late_parts(params)
-
-    def _check_kept_updates(self) -> None:
-        """Refuse to keep more updates than a snapshot can be worth waiting for.
-
-        Raises:
-            TimeoutError: the updates arrive faster than the snapshot.
-        """
-        kept_bytes = sum(stream.waiting_bytes for stream in self._membership.others.values())
-        if kept_bytes > max(_KEPT_BYTES, _KEPT_FACTOR * self._recipient.expected_bytes):
-            raise TimeoutError(
-                f"{kept_bytes / 1e6:.0f} MB of the members' updates have arrived while this node waits for its "
-                f"snapshot ({self._recipient.progress or 'nothing yet'}): its link does not carry the training; share "
-                "with a lower density or a larger every"
-            )
 
     def observe(self, params: Any, optimizer_state: NodeState, timeout_s: float) -> int:
         """Apply the members' updates without being one; see ``Exchange.follow``."""
@@ -470,6 +456,8 @@ class Join:
             if first is None or first > position:
                 return False
         self._adopt(snapshot, positions)
+        for run in positions.keys() - snapshot.positions.keys():
+            membership.admit_unaware(run)
         # A synchronous newcomer follows the members' steps until all of them have named it in the same step. An
         # asynchronous newcomer is a member at once, and only waits to be known by all before it sends.
         if self._options.is_sync or self._options.role == "observer":
@@ -511,6 +499,21 @@ def _first_received(membership: Membership, run: NodeRun) -> int | None:
     """Return the first update of a node, not a member yet, that this node gets directly; None: unknown."""
     stream = membership.others.get(run)
     return None if stream is None else stream.first_received
+
+
+def _check_kept_updates(membership: Membership, recipient: Recipient) -> None:
+    """Refuse to keep more updates than a snapshot can be worth waiting for.
+
+    Raises:
+        TimeoutError: the updates arrive faster than the snapshot.
+    """
+    kept_bytes = sum(stream.waiting_bytes for stream in membership.others.values())
+    if kept_bytes > max(_KEPT_BYTES, _KEPT_FACTOR * recipient.expected_bytes):
+        raise TimeoutError(
+            f"{kept_bytes / 1e6:.0f} MB of the members' updates have arrived while this node waits for its "
+            f"snapshot ({recipient.progress or 'nothing yet'}): its link does not carry the training; share "
+            "with a lower density or a larger every"
+        )
 
 
 def _is_ready_for(membership: Membership, step: int) -> bool:

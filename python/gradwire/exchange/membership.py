@@ -57,12 +57,14 @@ class UpdateStream:
         position: number of the next update to apply.
         first_direct: number of the first update that was applied from here rather than with a snapshot.
         notes: by step of the update that they belong to.
+        is_provisional: whether the updates are kept, and not applied, until their sender names this node as a member.
     """
 
     def __init__(self, first_received: int | None, keeps: int) -> None:
         self.first_received = first_received
         self.received = self.position = self.first_direct = first_received or 0
         self.notes: dict[int, Note] = {}
+        self.is_provisional = False
         self._keeps = keeps
         # Bytes of updates outlive their application: if the sender dies, a member that has its last updates relays the
         # bytes to members that lack them, and all of them parse the same.
@@ -119,6 +121,16 @@ class UpdateStream:
         """Keep the first update that is missing, which came through another node."""
         self.received = self.next_missing
         self.add_update(messages, payload)
+
+    def set_provisional(self, is_provisional: bool) -> None:
+        """Keep the updates until further notice, or apply them from now on."""
+        self.is_provisional = is_provisional
+
+    def cut_at(self, step: int) -> None:
+        """Forget the updates from ``step`` on, which nobody applies."""
+        self.received = min(self.received, max(step, self.position))
+        for number in [number for number in self._messages if number >= step]:
+            del self._messages[number]
 
     def start_at(self, step: int) -> None:
         """Continue at ``step``: everything before has been applied."""
@@ -328,11 +340,21 @@ class Membership:
         self.add_member(run, first)
         self._events[1].append(run)
 
+    def admit_unaware(self, run: NodeRun) -> None:
+        """Keep a member's updates, which has come in without naming this node, until it does.
+
+        Asynchronous nodes admit newcomers by their introductions. One that does not know this node may have come in
+        with a part of a split network whose members were this node's, too: the others here then apply none of its
+        updates. A newcomer that has come in beside this node names it as soon as it hears of it.
+        """
+        self.members[run].set_provisional(not self.is_known_to(run))
+
     def mark_departing(self, run: NodeRun) -> None:
         """Take no more updates from a member that is gone."""
         # From here on nothing more is accepted from the member, also where its connection still works: this node is
         # about to report how many of its updates it has, and that number must stay true.
-        self.departing[run] = self.members[run].next_missing
+        stream = self.members[run]
+        self.departing[run] = stream.position if stream.is_provisional else stream.next_missing
         self.reported.add(run)
 
     def add_reported(self, runs: Collection[NodeRun]) -> bool:
@@ -348,6 +370,12 @@ class Membership:
     def agree_on_final(self, run: NodeRun, final: int) -> None:
         """Note the first update of a departed member that nobody applies."""
         self.finals[run] = final
+        stream = self.members[run]
+        if stream.is_provisional:
+            # Kept updates that others have applied count here, too, and those that nobody has applied do not.
+            stream.cut_at(final)
+            stream.set_provisional(False)
+            self.departing[run] = stream.next_missing
 
     def remove_member(self, run: NodeRun) -> None:
         """Remove a departed member, for the next step's result too."""
@@ -508,7 +536,11 @@ class Membership:
         """Return and forget the updates that have arrived, every member's in order, up to step ``last``."""
         updates: Updates = []
         for run, stream in self.members.items():
-            while stream.position in stream and stream.position <= last:
+            if stream.is_provisional:
+                stream.set_provisional(not self.is_known_to(run))
+            while (
+                not stream.is_provisional and stream.position in stream and stream.position <= last
+            ):
                 updates.append((run, stream.take_messages()))
         return updates
 
