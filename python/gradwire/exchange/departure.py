@@ -447,6 +447,24 @@ class Trainings:
             origins, key=lambda run: (run in workers, *reversed(origins[run]), run)
         )
 
+    @property
+    def has_to_begin(self) -> bool:
+        """Whether the members that this node was to join are gone, and nobody here has trained, but nodes are new.
+
+        These wait for others to begin with: without this node they might wait for ever, and this node for a member.
+        """
+        membership = self._membership
+        introductions = self._introductions
+        connected = set(map(introductions.register, self._router.node.peers))
+        others = introductions.compatible().values()
+        return (
+            membership.is_sharded is None
+            and membership.destination is Phase.IN
+            and introductions.hellos.keys() >= connected
+            and all(hello.is_sharded is None for hello in others)
+            and any(hello.phase is Phase.NEW for hello in others)
+        )
+
     def _difference(self, run: NodeRun, hello: Hello) -> str:
         """Return why a node takes part in another training; empty if it does not."""
         membership = self._membership

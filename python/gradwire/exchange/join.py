@@ -27,6 +27,8 @@ _LOG = logging.getLogger(__name__)
 
 # Exchanges of the members that may pass until a newcomer gets an answer: it may ask right after one has begun.
 _SILENT_STEPS = 2
+# Longest wait for introductions that are on their way, where a node that was to join sees new ones and no member.
+_BEGIN_S = 2.0
 # Memory for the members' updates that wait for the snapshot: times its size, and at least so many bytes.
 _KEPT_FACTOR = 2
 _KEPT_BYTES = 256 << 20
@@ -39,6 +41,7 @@ def _tell_step(ensure_member: Callable[..., None]) -> Callable[..., None]:
     def told(self: Join, *args: Any) -> None:
         comes_late = self._membership.phase is not self._membership.destination
         ensure_member(self, *args)
+        comes_late = comes_late and self._membership.phase is not Phase.NEW
         if comes_late and self._options.role != "observer":
             _LOG.warning(
                 "this node comes in late, at step %d of the training: let schedules and data go on from there "
@@ -283,6 +286,8 @@ class Join:
     def ensure_member(self, params: Any, optimizer_state: NodeState) -> None:
         """Become a member where training has begun: load a snapshot, follow the members, be admitted.
 
+        Returns in phase NEW if all members are gone before and nobody has trained: the training is still to begin.
+
         Raises:
             TimeoutError: nothing happened for ``timeout_s`` and two exchanges of the members, or their updates arrive
                 faster than the snapshot.
@@ -295,6 +300,7 @@ class Join:
             raise RuntimeError("this exchange has left")
         wait = clock.Wait("this node joins", self._options.timeout_s)
         pace = Pace()
+        begin_s = clock.now_s() + _BEGIN_S
         while membership.phase is not membership.destination:
             if membership.phase is Phase.JOINING:
                 if not introductions.compatible() and any(
@@ -302,6 +308,12 @@ class Join:
                     for run in introductions.incompatible
                 ):
                     raise Mismatch(introductions.describe_incompatible())
+                if not self._trainings.has_to_begin:
+                    begin_s = clock.now_s() + _BEGIN_S
+                elif clock.now_s() >= begin_s:
+                    self._recipient.cancel()
+                    self._router.announce(Phase.NEW)
+                    return
                 self._join_with_snapshot(params, optimizer_state)
             self.poll(clock.POLL_S)
             while self._options.is_sync and _is_ready_for(membership, self._replica.step):

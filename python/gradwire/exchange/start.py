@@ -170,7 +170,7 @@ class Start:
         if naming is not None:
             self._start_with_named(naming)
         elif members and not self._may_start_again(members, expected):
-            membership.enter(Phase.JOINING)
+            self._router.announce(Phase.JOINING)
         # As many nodes as were expected are here, and none of them trains the same: waiting would not help.
         elif not introductions.compatible() and introductions.misfits >= max(expected, 1):
             raise Mismatch(introductions.describe_incompatible())
