@@ -9,6 +9,7 @@ has trained; steps after which two nodes of one synchronous training have other 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 import signal
@@ -69,7 +70,8 @@ def train(way: str, rank: int, ports: list[int]) -> None:
             share.step_moved(params)
             if not share.has_local_steps:
                 tell("step")
-        share.leave(params)
+        with contextlib.suppress(gw.PeerLost):  # the last other node was killed, too
+            share.leave(params)
 
 
 class Soak:
@@ -98,6 +100,8 @@ class Soak:
 
     def _read(self, rank: int, process: subprocess.Popen[str]) -> None:
         for line in process.stdout or ():
+            if not line.endswith("\n"):
+                return  # killed in the middle of it
             word, step, digest, training, *members = line.split()
             with self._lock:
                 lives = {each for each, _ in enumerate(self._processes) if self._lives(each)}

@@ -12,6 +12,7 @@ A node that finds itself in a training, or in a part of one, that does not go on
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection, Iterable
 
 from .. import clock
@@ -40,6 +41,9 @@ _LOG = logging.getLogger(__name__)
 
 # Number of a report on nodes that have all said that they leave.
 _ALL_LEAVE = 1
+
+# How long a node that was to join sees no member, but new nodes, before it begins with them.
+_BEGIN_S = 2.0
 
 # A node, the node that began its training, and the members.
 _Side = tuple[NodeRun, NodeRun, tuple[NodeRun, ...]]
@@ -323,18 +327,44 @@ class Departure:
             for tag, payload in stream.raw(min(lacking), final):
                 self._router.send(Kind.RELAY, 0, pack_relay(run, tag, payload))
 
+    def supply(self, newcomer: NodeRun, steps: dict[NodeRun, int]) -> bool:
+        """Send a newcomer the updates of departed members from these steps on.
+
+        Returns:
+            Whether this node has them all, and knows all the members.
+        """
+        membership = self._membership
+        relays: list[bytes] = []
+        for run, step in steps.items():
+            if run == membership.run or run in membership.peers:
+                continue
+            final = membership.finals.get(run)
+            stream = membership.members.get(run) or membership.past.get(run)
+            if final is None or (step < final and stream is None):
+                return False
+            payloads = [] if stream is None else list(stream.raw(step, final))
+            if sum(tag < TAG_NUMBERS for tag, _ in payloads) < final - step:
+                return False  # too long ago
+            relays += [pack_relay(run, tag, payload) for tag, payload in payloads]
+        for relay in relays:
+            self._router.send(Kind.RELAY, 0, relay, newcomer)
+        return True
+
     def _add_relayed(self, relayer: NodeRun, _: int, payload: memoryview) -> None:
         membership = self._membership
         run, tag, relayed = unpack_relay(payload)
-        if relayer in membership.departing or run not in membership.departing:
+        is_newcomer = membership.phase is Phase.JOINING
+        if not is_newcomer and (relayer in membership.departing or run not in membership.departing):
             return
-        stream = membership.members.get(run)
+        stream = membership.past.get(run) if is_newcomer else membership.members.get(run)
         kind, step = divmod(tag, TAG_NUMBERS)
         # Several nodes may relay the same update after another death; only the next missing one is taken.
         if stream is None or step != stream.next_missing:
             return
         if kind == Kind.NOTE:
             stream.add_note(step, Note.decode(relayed), relayed)
+        elif is_newcomer:
+            stream.add_relayed(self._router.parse(run, step, relayed), relayed)
         else:
             membership.add_relayed(run, self._router.parse(run, step, relayed), relayed)
             self._settle_departures()
@@ -414,6 +444,7 @@ class Trainings:
         self._router = router
         self._departure = departure
         self._is_sync = is_sync
+        self._begins_at_s: float | None = None
         self._introductions.set_judge(self._difference)
         departure.set_on_return(self.handle_unknown)
 
@@ -447,9 +478,8 @@ class Trainings:
             origins, key=lambda run: (run in workers, *reversed(origins[run]), run)
         )
 
-    @property
     def has_to_begin(self) -> bool:
-        """Whether the members that this node was to join are gone, and nobody here has trained, but nodes are new.
+        """Return whether this node is to join, nobody here is a member or has trained, and other nodes are new.
 
         These wait for others to begin with: without this node they might wait for ever, and this node for a member.
         """
@@ -457,13 +487,18 @@ class Trainings:
         introductions = self._introductions
         connected = set(map(introductions.register, self._router.node.peers))
         others = introductions.compatible().values()
-        return (
+        has_to = (
             membership.is_sharded is None
             and membership.destination is Phase.IN
             and introductions.hellos.keys() >= connected
             and all(hello.is_sharded is None for hello in others)
             and any(hello.phase is Phase.NEW for hello in others)
         )
+        # A member may still be on its way here, and a new node may have found one.
+        now_s = clock.now_s()
+        if not has_to or self._begins_at_s is None:
+            self._begins_at_s = now_s + _BEGIN_S if has_to else None
+        return has_to and now_s >= (self._begins_at_s or math.inf)
 
     def _difference(self, run: NodeRun, hello: Hello) -> str:
         """Return why a node takes part in another training; empty if it does not."""

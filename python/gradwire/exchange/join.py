@@ -12,14 +12,15 @@ from typing import Any
 from .. import clock
 from ..arrays import copies, layouts
 from ..errors import Mismatch
+from ..message import Message
 from .departure import Departure, Trainings, deliver
 from .membership import Membership, Router
 from .notes import Notes
 from .options import Options
-from .protocol import Hello, Kind, NodeRun, Phase, decode_steps
-from .replica import Replica
+from .protocol import Hello, Kind, NodeRun, Phase
+from .replica import Replica, add_to_exported
 from .results import Pace
-from .snapshot import Donor, NodeState, Recipient, Snapshot
+from .snapshot import Donor, NodeState, Recipient, Request, Snapshot
 
 __all__ = ["Join"]
 
@@ -27,8 +28,6 @@ _LOG = logging.getLogger(__name__)
 
 # Exchanges of the members that may pass until a newcomer gets an answer: it may ask right after one has begun.
 _SILENT_STEPS = 2
-# Longest wait for introductions that are on their way, where a node that was to join sees new ones and no member.
-_BEGIN_S = 2.0
 # Memory for the members' updates that wait for the snapshot: times its size, and at least so many bytes.
 _KEPT_FACTOR = 2
 _KEPT_BYTES = 256 << 20
@@ -94,6 +93,7 @@ class Join:
             router.node,
             membership.introductions.peer_of,
             replica.groups.max_payload_bytes(options.codec),
+            departure.supply,
         )
         self._has_requests = False  # nodes wait for a snapshot from here
         self._recipient = Recipient(
@@ -143,7 +143,8 @@ class Join:
             elif own_digest == digest:
                 pass
             elif self._recipient.donor != first:
-                self._recipient.request(first, {}, self._replica.state_layout(params))
+                layout = self._replica.state_layout(params)
+                self._recipient.request(first, {}, layout, goes_on=False)
             elif (snapshot := self._recipient.take()) is not None:
                 optimizer_state.check(snapshot.arrays[snapshot.params :])
                 self._load(snapshot, params, optimizer_state)
@@ -277,7 +278,7 @@ class Join:
         return _snapshot_of(self._replica, self._membership, positions, params, optimizer_state)
 
     def _add_request(self, run: NodeRun, number: int, payload: memoryview) -> None:
-        self._donor.add_request(run, number, decode_steps(payload))
+        self._donor.add_request(run, number, Request.decode(payload))
         self._has_requests = True
 
     # ---- joining late ------------------------------------------------------------------------------------------------
@@ -300,7 +301,6 @@ class Join:
             raise RuntimeError("this exchange has left")
         wait = clock.Wait("this node joins", self._options.timeout_s)
         pace = Pace()
-        begin_s = clock.now_s() + _BEGIN_S
         while membership.phase is not membership.destination:
             if membership.phase is Phase.JOINING:
                 if not introductions.compatible() and any(
@@ -308,9 +308,7 @@ class Join:
                     for run in introductions.incompatible
                 ):
                     raise Mismatch(introductions.describe_incompatible())
-                if not self._trainings.has_to_begin:
-                    begin_s = clock.now_s() + _BEGIN_S
-                elif clock.now_s() >= begin_s:
+                if self._trainings.has_to_begin():
                     self._recipient.cancel()
                     self._router.announce(Phase.NEW)
                     return
@@ -388,7 +386,7 @@ class Join:
             self._resume(params, optimizer_state)
         elif self._recipient.donor not in members:
             self._ask(members, params)
-        elif (snapshot := self._recipient.take()) is not None:
+        elif snapshot := _taken(self._recipient, self._membership, self._replica, self._options):
             if not self._options.is_sync:
                 # Later than any update with which this node may have gone.
                 snapshot.delay(self._replica.step + 2)
@@ -398,6 +396,7 @@ class Join:
                 self._replica.absorb_local_changes(params, self._membership.weight)
                 self._replica.take_back_unapplied(snapshot.finals, snapshot.accepted, snapshot.step)
                 self._load(snapshot, params, optimizer_state)
+                self._recipient.forget()
 
     def _resume(self, params: Any, optimizer_state: NodeState) -> None:
         """Go on alone, for the others to join: load this node's own state as if it had come in a snapshot.
@@ -443,7 +442,9 @@ class Join:
         if able and len(first_direct) == len(members):
             place = (own_run.id + self._recipient.requests + 1) % len(able)
             layout = self._replica.state_layout(params)
-            self._recipient.request(able[place], first_direct, layout)
+            steps = _steps_to_go_on(self._recipient.resumable, self._membership, first_direct)
+            goes_on = steps is not None
+            self._recipient.request(able[place], steps or first_direct, layout, goes_on=goes_on)
             self._membership.forget_reports()
 
     def _follow(self, snapshot: Snapshot) -> bool:
@@ -513,13 +514,102 @@ def _first_received(membership: Membership, run: NodeRun) -> int | None:
     return None if stream is None else stream.first_received
 
 
+def _steps_to_go_on(
+    earlier: Snapshot | None, membership: Membership, first_direct: dict[NodeRun, int]
+) -> dict[NodeRun, int] | None:
+    """Return the steps of a request that goes on with a dead donor's snapshot; None: everything has to travel again."""
+    if earlier is None or not earlier.resumable_bytes:
+        return None
+    steps = dict(first_direct)
+    for run, position in earlier.positions.items():
+        stream = membership.past.get(run)
+        if run in first_direct:
+            steps[run] = max(position, first_direct[run])
+        elif stream is None or stream.first_received is None:
+            return None
+        else:
+            steps[run] = stream.next_missing
+    return steps
+
+
+def _taken(
+    recipient: Recipient, membership: Membership, replica: Replica, options: Options
+) -> Snapshot | None:
+    """Return the snapshot that was asked for; None: not all of it has arrived, with the updates that it needs."""
+    is_ready = _is_brought_up(recipient, membership, replica, options)
+    return recipient.take() if is_ready else None
+
+
+def _is_brought_up(
+    recipient: Recipient, membership: Membership, replica: Replica, options: Options
+) -> bool:
+    """Bring what a dead donor had sent up to the snapshot that goes on with it; return whether there is nothing to do.
+
+    The dead donor's values are of an earlier step. The updates in between have come to this node, as they have to all
+    members, and are added to them as the members have added them: in the same order, with the same roundings.
+    """
+    before = recipient.earlier
+    after = recipient.incoming
+    if before is None or after is None:
+        return before is None
+    missing: set[NodeRun] = set()
+    updates: dict[int, list[tuple[NodeRun, list[Message]]]] = {}
+    for run, (first, end) in _updates_between(before, after, membership).items():
+        stream = membership.others.get(run) or membership.past.get(run)
+        begins = stream is not None and (stream.first_received or 0) <= first <= end
+        notes = {} if stream is None else stream.notes
+        is_written = any(first <= step < end and note.written for step, note in notes.items())
+        if first != end and (not begins or is_written):
+            _LOG.info(
+                "the snapshot of a member that is gone is of no use: everything travels again"
+            )
+            recipient.cancel()
+            recipient.forget()
+            return False
+        for step in range(first, end):
+            if stream is None or step not in stream:
+                missing.add(run)
+                break
+            updates.setdefault(step, []).append((run, stream.messages_of(step)))
+    if missing:
+        # They come from their senders, and those of dead nodes from the donor, unless they have died since it answered.
+        if any(run in after.positions and run not in membership.others for run in missing):
+            recipient.cancel()
+        return False
+    for step in sorted(updates):
+        payloads = [messages for _, messages in sorted(updates[step], key=itemgetter(0))]
+        nodes = len(payloads) if options.is_sync else len(after.positions)
+        exported = after.arrays[: after.params]
+        add_to_exported(replica, payloads, exported, nodes=nodes, is_sharded=after.is_sharded)
+    recipient.bring_up()
+    return True
+
+
+def _updates_between(
+    before: Snapshot, after: Snapshot, membership: Membership
+) -> dict[NodeRun, tuple[int, int]]:
+    """Return for every node its first update that is in the second of two snapshots only, and its first in neither.
+
+    Where that is not known, as the first number is larger.
+    """
+    hellos = membership.introductions.hellos
+    between = {}
+    for run in sorted(before.positions.keys() | after.positions.keys()):
+        first = before.positions.get(run)
+        if first is None:  # has come in since
+            first = hellos[run].first_step if run in hellos else after.positions[run] + 1
+        between[run] = first, after.positions.get(run, after.finals.get(run, first - 1))
+    return between
+
+
 def _check_kept_updates(membership: Membership, recipient: Recipient) -> None:
     """Refuse to keep more updates than a snapshot can be worth waiting for.
 
     Raises:
         TimeoutError: the updates arrive faster than the snapshot.
     """
-    kept_bytes = sum(stream.waiting_bytes for stream in membership.others.values())
+    streams = [*membership.others.values(), *membership.past.values()]
+    kept_bytes = sum(stream.waiting_bytes for stream in streams)
     if kept_bytes > max(_KEPT_BYTES, _KEPT_FACTOR * recipient.expected_bytes):
         raise TimeoutError(
             f"{kept_bytes / 1e6:.0f} MB of the members' updates have arrived while this node waits for its "

@@ -158,6 +158,10 @@ class UpdateStream:
         self.notes.pop(oldest - 1, None)
         return messages
 
+    def messages_of(self, step: int) -> list[Message]:
+        """Return an update that has arrived and was not applied."""
+        return self._messages[step]
+
     def raw(self, first: int, last: int) -> Iterator[tuple[int, memoryview]]:
         """Yield tag and payload of all messages for the steps from ``first`` to ``last`` exclusive, in order."""
         for step in range(first, last):
@@ -289,6 +293,7 @@ class Membership:
             training: its identity.
         """
         self.finals = dict(finals)
+        self.past.clear()
         self._is_late = True
         self.next_step = step
         self.begin((), step, origin, is_sharded=is_sharded, training=training)
@@ -442,7 +447,10 @@ class Membership:
     def forget_connection(self, run: NodeRun, reason: str | None) -> None:
         """Forget a connection that has ended, and remember why unless the node has said why it goes."""
         self.introductions.forget(run, reason)
-        self.others.pop(run, None)
+        stream = self.others.pop(run, None)
+        # The values of a donor that dies may need its last updates before another donor can go on with them.
+        if stream is not None and self.phase is Phase.JOINING:
+            self.past[run] = stream
         if run in self.members:
             self.broken.add(run)
 
