@@ -494,7 +494,10 @@ class Join:
     def _load(self, snapshot: Snapshot, params: Any, optimizer_state: NodeState) -> None:
         replica = self._replica
         replica.import_state(snapshot.arrays[: snapshot.params], params)
-        optimizer_state.load(snapshot.arrays[snapshot.params :])
+        # Whatever takes over the memory of the rest needs none of its own.
+        state = snapshot.arrays[snapshot.params :]
+        snapshot.arrays.clear()
+        optimizer_state.load(state)
         replica.begin(
             snapshot.step,
             len(snapshot.positions),
