@@ -59,6 +59,7 @@ class Departure:
         self._is_sync = is_sync
         # By reporter and departed node: the first update that the reporter lacks.
         self._reports: dict[NodeRun, dict[NodeRun, int]] = {}
+        self._last_report: dict[NodeRun, int] = {}
         self._relayed: set[tuple[NodeRun, int, int, frozenset[NodeRun]]] = set()
         self._on_return: Callable[..., object] = dict  # does nothing, until it is set
         router.handle(Kind.REPORT, self._add_report)
@@ -203,6 +204,8 @@ class Departure:
         """Tell all members, or one, which members are gone and how many of their updates this node has."""
         if self._membership.phase is Phase.IN:
             report = self._own_report()
+            if receiver is None:
+                self._last_report = report
             number = int(all(map(self._introductions.has_finished, report)))
             self._router.send(Kind.REPORT, number, encode_steps(report), receiver)
 
@@ -212,14 +215,22 @@ class Departure:
         A member that only departed nodes report as gone is left out: its updates are still accepted here.
         """
         membership = self._membership
-        reports = self._reports.values()
+        reports = [
+            report
+            for reporter, report in self._reports.items()
+            if reporter not in membership.departing
+        ]
         # A node that never was a member here has to be in the report all the same: reports count only if they name the
         # same nodes. This node knows nothing of its updates, and repeats the largest number that others have named.
         unknown = membership.reported - membership.members.keys()
+        # A member that has gone once may have come in again for the others, and gone again, before it did so here.
         hearsay = {
-            run: max((report.get(run, 0) for report in reports), default=0) for run in unknown
+            run: max(
+                [membership.departing.get(run, 0), *(report.get(run, 0) for report in reports)]
+            )
+            for run in unknown
         }
-        return hearsay | membership.departing
+        return membership.departing | hearsay
 
     def _add_report(self, reporter: NodeRun, number: int, payload: memoryview) -> None:
         membership = self._membership
@@ -228,7 +239,7 @@ class Departure:
             membership.run, None
         )  # of this node's updates, if it is reported as gone
         self._reports[reporter] = named
-        has_news = membership.add_reported(named)
+        membership.add_reported(named)
         # Three kinds of reporters: one that is no member here, and would wait for this node's reports for ever; one
         # that is itself gone, whose opinion does not count; and a member, whose report may be about this node.
         if reporter not in membership.members:
@@ -253,7 +264,7 @@ class Departure:
             if gone:
                 address = self._introductions.peer_of(reporter).address
                 self.suspect(gone, f"is gone, says {address}")
-            elif has_news:
+            elif self._own_report() != self._last_report:
                 # Only reports that name the same nodes are compared.
                 self.report()
         self._settle_departures()

@@ -319,16 +319,15 @@ class Membership:
         self.next_step = step
 
     def add_member(self, run: NodeRun, first: int) -> None:
-        """Make a node a member from its update ``first`` on.
-
-        Raises:
-            MessageError: this node does not get that update directly.
-        """
+        """Make a node a member from its update ``first`` on."""
         # Updates of a newcomer may have arrived before this node admits it: a faster member has admitted it already.
         # They are in the stream of a node that is no member yet, which now becomes the member's.
         stream = self.others.pop(run, None) or UpdateStream(first, self._keeps)
         if stream.first_received is not None and stream.first_received > first:
-            raise self.wrong_step(run, stream.first_received)
+            # The connection has begun anew, and the first updates came before: the node counts as lost.
+            _LOG.warning("%s", self.wrong_step(run, stream.first_received))
+            stream = UpdateStream(first, self._keeps)
+            self.broken.add(run)
         stream.start_at(first)
         # Sorted by node: every loop over members, and with it every sum of their updates, has the same order on all
         # nodes.
@@ -354,6 +353,10 @@ class Membership:
         """
         self.members[run].set_provisional(not self.is_known_to(run))
 
+    def mark_broken(self, run: NodeRun) -> None:
+        """Note that a member's updates have a gap, as if its connection had ended."""
+        self.broken.add(run)
+
     def mark_departing(self, run: NodeRun) -> None:
         """Take no more updates from a member that is gone."""
         # From here on nothing more is accepted from the member, also where its connection still works: this node is
@@ -362,11 +365,9 @@ class Membership:
         self.departing[run] = stream.position if stream.is_provisional else stream.next_missing
         self.reported.add(run)
 
-    def add_reported(self, runs: Collection[NodeRun]) -> bool:
-        """Add nodes that others report as gone; return whether any is new."""
-        has_news = not self.reported.issuperset(runs)
+    def add_reported(self, runs: Collection[NodeRun]) -> None:
+        """Add nodes that others report as gone."""
         self.reported.update(runs)
-        return has_news
 
     def forget_reports(self) -> None:
         """Begin without reports, before a snapshot."""
@@ -722,23 +723,24 @@ class Router:
 
         Members that go down meanwhile are lost in the next call, after their last messages.
         """
-        # Peers first: a peer that joins between the two calls is greeted in the next round, and a peer that is lost
-        # between them is still connected here, so its last messages are handled before it counts as lost.
         peers = self.node.peers
-        events = self.node.events()
-        for event in events:
-            if isinstance(event, PeerLost):
-                run = run_of(event.peer)
-                self._forget_connection(run, _REASONS.get(event.reason, f"is gone: {event.reason}"))
-        if (
-            events
-            or peers != self._peers
-            or not self._introductions.hellos.keys() <= self._connected
-        ):
+        if peers != self._peers or not self._introductions.hellos.keys() <= self._connected:
             self._greet(peers)
         if self._unsent:
             self.flush()
-        for peer, tag, payload in self.node.receive(timeout_s=timeout_s):
+        received = self.node.receive(timeout_s=timeout_s)
+        # Losses before messages: a connection that has ended and begun again meanwhile brings an introduction, which
+        # would be forgotten with the old connection. What a lost peer has sent is all taken before the peer counts as
+        # lost.
+        while events := self.node.events():
+            for event in events:
+                if isinstance(event, PeerLost):
+                    run = run_of(event.peer)
+                    reason = _REASONS.get(event.reason, f"is gone: {event.reason}")
+                    self._forget_connection(run, reason)
+            received = [*received, *self.node.receive(timeout_s=0.0)]
+            self._greet(self.node.peers)
+        for peer, tag, payload in received:
             kind, number = divmod(tag, TAG_NUMBERS)
             sender = self._runs.get(peer) or self._introductions.register(peer)
             self._handle(sender, kind, number, payload)
@@ -820,6 +822,7 @@ class Router:
         elif stream.accepts(step):
             # No member gets that far ahead of another, and waiting updates cost memory.
             is_member = membership.phase is Phase.IN and sender in membership.peers
+            is_member = is_member and sender not in membership.broken
             if is_member and stream.waiting >= membership.waits:
                 raise MessageError(f"{stream.waiting} updates are ahead of this node")
             stream.add_update(self.parse(sender, step, payload), payload)
@@ -831,7 +834,12 @@ class Router:
             # From a new connection, before its introduction: others were lost with the old one.
             membership.expect_nothing(sender)
         elif sender not in membership.broken and step >= (stream.first_received or 0):
-            raise membership.wrong_step(sender, step)
+            if membership.phase is Phase.IN and not self._introductions.is_confirmed:
+                raise membership.wrong_step(sender, step)
+            # Both have trained, so neither has begun with a wrong checkpoint. What lies between is lost, as it is where
+            # a connection breaks: one of them joins again.
+            _LOG.warning("%s", membership.wrong_step(sender, step))
+            membership.mark_broken(sender)
 
     def _add_note(self, sender: NodeRun, step: int, payload: memoryview) -> None:
         stream = self._membership.stream_of(sender)

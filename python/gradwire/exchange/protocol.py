@@ -623,7 +623,8 @@ class Introductions:
         """Take a node for incompatible until its process is started again."""
         self._excluded[run] = reason
         self._reasons[run] = "was excluded"
-        self._compare(run, self.hellos[run])
+        if run in self.hellos:  # it may be gone already
+            self._compare(run, self.hellos[run])
 
     def describe_incompatible(self) -> str:
         """Describe every connected node that trains something else."""
