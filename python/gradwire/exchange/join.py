@@ -10,7 +10,7 @@ from operator import itemgetter
 from typing import Any
 
 from .. import clock
-from ..arrays import copies, layouts
+from ..arrays import Arrays, copies, layouts
 from ..errors import Mismatch
 from ..message import Message
 from .departure import Departure, Trainings, deliver
@@ -494,10 +494,7 @@ class Join:
     def _load(self, snapshot: Snapshot, params: Any, optimizer_state: NodeState) -> None:
         replica = self._replica
         replica.import_state(snapshot.arrays[: snapshot.params], params)
-        # Whatever takes over the memory of the rest needs none of its own.
-        state = snapshot.arrays[snapshot.params :]
-        snapshot.arrays.clear()
-        optimizer_state.load(state)
+        optimizer_state.load(_moved(snapshot.arrays, snapshot.params))
         replica.begin(
             snapshot.step,
             len(snapshot.positions),
@@ -509,6 +506,13 @@ class Join:
         replica.assign_owners(snapshot.senders, snapshot.step, self._introductions.workers)
         replica.add_late_parts(params)
         self._on_load()
+
+
+def _moved(arrays: Arrays, begin: int) -> Arrays:
+    """Return the arrays from ``begin`` on, and forget all: what takes over the memory of some needs none of its own."""
+    rest = arrays[begin:]
+    arrays.clear()
+    return rest
 
 
 def _first_received(membership: Membership, run: NodeRun) -> int | None:

@@ -834,7 +834,8 @@ class Router:
             # From a new connection, before its introduction: others were lost with the old one.
             membership.expect_nothing(sender)
         elif sender not in membership.broken and step >= (stream.first_received or 0):
-            if membership.phase is Phase.IN and not self._introductions.is_confirmed:
+            is_known = step < stream.received or not self._introductions.is_confirmed
+            if membership.phase is Phase.IN and is_known:
                 raise membership.wrong_step(sender, step)
             # Both have trained, so neither has begun with a wrong checkpoint. What lies between is lost, as it is where
             # a connection breaks: one of them joins again.
