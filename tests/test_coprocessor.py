@@ -357,6 +357,41 @@ def test_no_gradient_is_lost_or_repeated_whatever_fails_and_whenever(
     np.testing.assert_array_equal(left - scale * flat(host.params), total)
 
 
+@pytest.mark.parametrize("limited", ["host", "worker", "both"])
+def test_a_replica_comes_and_changes_whatever_the_nodes_limits(limited: str) -> None:
+    numel = 200_000  # eight times as many bytes as a node takes
+    small = Limits(message_bytes_max=100_000, send_log_bytes=300_000, receive_bytes=300_000)
+    secret = bytes(range(32))
+    limits = {name: small if limited in (name, "both") else None for name in ("host", "worker")}
+    with (
+        gw.Node("127.0.0.1:0", secret=secret, limits=limits["host"]) as near,
+        gw.Node("127.0.0.1:0", [near.address], secret=secret, limits=limits["worker"]) as far,
+    ):
+        params = np.arange(numel, dtype=np.float32)
+        host = coprocessor.Host(near, [params], coprocessor.SGD(1.0), threshold=0.25)
+        ends = threading.Event()
+
+        def serve() -> None:
+            while not ends.is_set():
+                host.step(0.01)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            worker = coprocessor.Worker(far, threshold=0.25, in_flight=0, timeout_s=30.0)
+            np.testing.assert_array_equal(worker.params[0], params)
+            for dense in (True, False):
+                before = worker.params[0].copy()
+                assert worker.send(np.ones(numel, np.float32), dense=dense)
+                for _ in range(3_000):
+                    if np.array_equal(worker.params[0], before):
+                        worker.refresh(0.01)
+            assert np.all(params - worker.params[0] <= 2.0)
+        finally:
+            ends.set()
+            thread.join()
+
+
 WORKER = """
 import sys, numpy as np, gradwire as gw
 name, address = sys.argv[1:]
