@@ -367,7 +367,9 @@ class Departure:
         is_newcomer = membership.phase is Phase.JOINING
         if not is_newcomer and (relayer in membership.departing or run not in membership.departing):
             return
-        stream = membership.past.get(run) if is_newcomer else membership.members.get(run)
+        stream = membership.members.get(run)
+        if is_newcomer:  # which may not know yet that the member has departed
+            stream = membership.others.get(run) or membership.past.get(run)
         kind, step = divmod(tag, TAG_NUMBERS)
         # Several nodes may relay the same update after another death; only the next missing one is taken.
         if stream is None or step != stream.next_missing:

@@ -579,9 +579,12 @@ def _is_brought_up(
                 break
             updates.setdefault(step, []).append((run, stream.messages_of(step)))
     if missing:
-        # They come from their senders, and those of dead nodes from the donor, unless they have died since it answered.
-        if any(run in after.positions and run not in membership.others for run in missing):
+        # Members send them, unless they have died since the donor answered. It has sent those of departed nodes before.
+        is_lost = not missing <= after.positions.keys()
+        if is_lost or not missing <= membership.others.keys():
             recipient.cancel()
+        if is_lost:
+            recipient.forget()
         return False
     for step in sorted(updates):
         payloads = [messages for _, messages in sorted(updates[step], key=itemgetter(0))]

@@ -450,7 +450,7 @@ class Membership:
         self.introductions.forget(run, reason)
         stream = self.others.pop(run, None)
         # The values of a donor that dies may need its last updates before another donor can go on with them.
-        if stream is not None and self.phase is Phase.JOINING:
+        if stream is not None and stream.received and self.phase is Phase.JOINING:
             self.past[run] = stream
         if run in self.members:
             self.broken.add(run)
@@ -830,6 +830,8 @@ class Router:
             is_bounded = sender not in membership.members and membership.phase is not Phase.JOINING
             if is_bounded and stream.waiting > STEPS_AHEAD_MAX:
                 membership.expect_nothing(sender)  # until it joins, and says so
+        elif membership.phase is Phase.JOINING and step < stream.received:
+            pass  # a donor has sent it before, as that of a departed member
         elif membership.others.get(sender) is stream:
             # From a new connection, before its introduction: others were lost with the old one.
             membership.expect_nothing(sender)
