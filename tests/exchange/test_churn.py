@@ -156,11 +156,16 @@ class Churn:
         self.last_step = max(each.share.next_step for each in self.living) + 40
 
 
-@pytest.mark.parametrize("seed", seeds(4))
-@pytest.mark.parametrize("how", WAYS.values(), ids=WAYS)
-def test_nobody_ends_or_begins_again_and_all_replicas_are_the_same(seed: int, how: Any) -> None:
+# Histories in which this once failed, besides the first seeds.
+FAILED = [("mesh", 7), ("mesh", 40), ("every", 4), ("every", 12), ("every", 34), ("sharded", 0)]
+FAILED += [("async", 37), ("async, every", 8), ("async, every", 17)]
+HISTORIES = dict.fromkeys([*FAILED, *((way, seed) for way in WAYS for seed in seeds(2))])
+
+
+@pytest.mark.parametrize(("way", "seed"), HISTORIES)
+def test_nobody_ends_or_begins_again_and_all_replicas_are_the_same(way: str, seed: int) -> None:
     with cluster(seed) as world:
-        churn = Churn(world, how)
+        churn = Churn(world, WAYS[way])
         world.run()
     last = list(churn.trainers.values())
     assert all(each.has_finished for each in last)

@@ -201,9 +201,7 @@ class Join:
         elif hello.phase is Phase.IN:
             # The sender says with which update it begins to send to this node directly. The snapshot must have all
             # before.
-            stream = membership.expect_updates(run)
-            if stream.first_received is None:
-                stream.start_at(hello.first_direct)
+            membership.expect_direct(run, hello.first_direct)
             was_outside = before is not None and before.phase is not Phase.IN
             self._trainings.handle_unknown(run, hello, was_outside=was_outside)
 
@@ -609,6 +607,9 @@ def _updates_between(
         if first is None:  # has come in since
             first = hellos[run].first_step if run in hellos else after.positions[run] + 1
         between[run] = first, after.positions.get(run, after.finals.get(run, first - 1))
+    for run, final in after.finals.items():
+        if run not in between and before.finals.get(run) != final:  # has come and gone since
+            between[run] = final + 1, final
     return between
 
 

@@ -516,6 +516,15 @@ class Membership:
             self.others[run] = UpdateStream(None, self._keeps)
         return self.others[run]
 
+    def expect_direct(self, run: NodeRun, first: int) -> None:
+        """Expect the updates of a node that is not a member from ``first`` on, which it sends directly."""
+        stream = self.expect_updates(run)
+        # Introductions of two connections may be handled together. The updates between them are lost.
+        if stream.first_received is not None and stream.received < first:
+            stream = self.expect_updates(run, anew=True)
+        if stream.first_received is None:
+            stream.start_at(first)
+
     def expect_nothing(self, run: NodeRun) -> None:
         """Wait for the introduction of a node that is not a member before its updates count."""
         self.others.pop(run, None)
