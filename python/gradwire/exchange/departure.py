@@ -222,14 +222,11 @@ class Departure:
         ]
         # A node that never was a member here has to be in the report all the same: reports count only if they name the
         # same nodes. This node knows nothing of its updates, and repeats the largest number that others have named.
-        unknown = membership.reported - membership.members.keys()
-        # A member that has gone once may have come in again for the others, and gone again, before it did so here.
-        hearsay = {
-            run: max(
-                [membership.departing.get(run, 0), *(report.get(run, 0) for report in reports)]
-            )
-            for run in unknown
-        }
+        unknown = membership.reported - membership.members.keys() - {membership.run}
+        # A member that has gone once may have come in again for the others, and gone again, before it did so here. What
+        # was repeated once is never less: two nodes that repeat each other's numbers would do so for ever.
+        reports += [self._last_report, membership.departing]
+        hearsay = {run: max(report.get(run, 0) for report in reports) for run in unknown}
         return membership.departing | hearsay
 
     def _add_report(self, reporter: NodeRun, number: int, payload: memoryview) -> None:
