@@ -307,6 +307,7 @@ def test_no_gradient_is_lost_or_repeated_whatever_fails_and_whenever(
     slice_bytes: int,
 ) -> None:
     monkeypatch.setattr(coprocessor, "SLICE_BYTES", slice_bytes)
+    monkeypatch.setattr(coprocessor, "LEAST_SLICE_BYTES", min(slice_bytes, 4_096))
     chance = random.Random(seed)
     options: dict[str, Any] = {"path": tmp_path / "checkpoint", "save_every": 3, "name": "model"}
     options |= {"max_staleness": 0, "threshold": 0.25, "gradients_per_step": 1 + seed % 2}
@@ -358,6 +359,41 @@ def test_no_gradient_is_lost_or_repeated_whatever_fails_and_whenever(
     assert host.version >= 3
     assert sum(worker.refused for worker in workers)
     np.testing.assert_array_equal(left - scale * flat(host.params), total)
+
+
+@pytest.mark.parametrize("limited", ["host", "worker", "both"])
+def test_a_replica_comes_and_changes_whatever_the_nodes_limits(limited: str) -> None:
+    numel = 200_000  # eight times as many bytes as a node takes
+    small = Limits(message_bytes_max=100_000, send_log_bytes=300_000, receive_bytes=300_000)
+    secret = bytes(range(32))
+    limits = {name: small if limited in (name, "both") else None for name in ("host", "worker")}
+    with (
+        gw.Node("127.0.0.1:0", secret=secret, limits=limits["host"]) as near,
+        gw.Node("127.0.0.1:0", [near.address], secret=secret, limits=limits["worker"]) as far,
+    ):
+        params = np.arange(numel, dtype=np.float32)
+        host = coprocessor.Host(near, [params], coprocessor.SGD(1.0), threshold=0.25)
+        ends = threading.Event()
+
+        def serve() -> None:
+            while not ends.is_set():
+                host.step(0.01)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            worker = coprocessor.Worker(far, threshold=0.25, in_flight=0, timeout_s=30.0)
+            np.testing.assert_array_equal(worker.params[0], params)
+            for dense in (True, False):
+                before = worker.params[0].copy()
+                assert worker.send(np.ones(numel, np.float32), dense=dense)
+                for _ in range(3_000):
+                    if np.array_equal(worker.params[0], before):
+                        worker.refresh(0.01)
+            assert np.all(params - worker.params[0] <= 2.0)
+        finally:
+            ends.set()
+            thread.join()
 
 
 WORKER = """
@@ -752,6 +788,10 @@ def pack(kind: coprocessor._Kind, *numbers: int, body: bytes = b"") -> tuple[int
     return kind, coprocessor._packed(numbers, body)
 
 
+def hello(run: int, number: int = 0, slice_bytes: int = 1 << 20) -> tuple[int, bytes]:
+    return pack(coprocessor._Kind.HELLO, run, 0, number, True, slice_bytes)
+
+
 def dense(value: float) -> bytes:
     return reference.encode_dense(np.full(NUMEL, value, np.float32))
 
@@ -760,20 +800,21 @@ def dense(value: float) -> bytes:
     "messages",
     [
         [(coprocessor._Kind.HELLO, b"short")],
-        [pack(coprocessor._Kind.HELLO, 5, 0, 1 << 63)],
+        [hello(5, 1 << 63)],
+        [hello(5, slice_bytes=1), pack(coprocessor._Kind.ASK, 5)],
         [(coprocessor._Kind.SLICE, b"short")],
         [(coprocessor._Kind.SLICE, struct.pack("<QQQ", kind, 200, 0) + b"x") for kind in range(99)],
         [(coprocessor._Kind.SLICE, struct.pack("<QQQ", 3, 1 << 60, 0) + b"x")],
         [(99, b""), (coprocessor._Kind.WELCOME, b""), (coprocessor._Kind.END, b"")],
-        [pack(coprocessor._Kind.HELLO, 5), pack(coprocessor._Kind.GRADIENT, 5, 0, 1, body=b"x")],
+        [hello(5), pack(coprocessor._Kind.GRADIENT, 5, 0, 1, body=b"x")],
         *(
             [
-                pack(coprocessor._Kind.HELLO, 5),
+                hello(5),
                 pack(coprocessor._Kind.GRADIENT, 5, 0, 1, body=dense(value)),
             ]
             for value in (np.nan, np.inf)
         ),
-        [pack(coprocessor._Kind.HELLO, run) for run in range(1, 2_000)],
+        [hello(run) for run in range(1, 2_000)],
     ],
     ids=str,
 )
@@ -799,6 +840,14 @@ def test_a_worker_with_a_mistake_ends_nothing(
 
 
 # ---- unsuitable arguments --------------------------------------------------------------------------------------------
+
+
+def test_a_node_that_takes_only_tiny_messages_is_refused(cluster: Cluster) -> None:
+    tiny = cluster.node(limits=replace(QUICK, message_bytes_max=1_000))
+    with pytest.raises(ValueError, match=r"1000, a host or worker needs at least 4096"):
+        cluster.host(node=tiny)
+    with pytest.raises(ValueError, match=r"1000, a host or worker needs at least 4096"):
+        cluster.worker(cluster.host(), limits=tiny.limits)
 
 
 def test_other_arrays_than_the_host_s_are_refused(cluster: Cluster) -> None:

@@ -37,7 +37,7 @@ from .codec import Encoder
 from .errors import GradwireError, MessageError, Mismatch, NotConnected, WouldBlock
 from .hosted import HostedModel
 from .message import Message, apply, apply_many, decode, dense_message
-from .slices import SLICE_BYTES, Assembler, Outgoing, Slicer, tag_of_slice
+from .slices import LEAST_SLICE_BYTES, SLICE_BYTES, Assembler, Outgoing, Slicer, tag_of_slice
 from .state import check_format, check_range
 from .transport import Node, Peer, PeerJoined, Received, Ticket
 
@@ -175,6 +175,7 @@ class _Replica:
         self._parts = 0  # that were sent; after all of them changes follow
         self.version = version
         self.ticket: Ticket | None = None  # of the last answer
+        self.outgoing: Outgoing | None = None  # an answer of which the transport has not taken all
 
     def advance(self, params: Arrays, version: int, encoder: Encoder) -> Message | None:
         """Return the next part of the parameters, or their change up to this version."""
@@ -263,6 +264,7 @@ class Host(AbstractContextManager["Host"]):
         self.version = 0
         self.refused = 0
         self._optimizer = optimizer
+        own_bytes = _own_slice_bytes(node)
         self._path = None if path is None else Path(path)
         self._runs: dict[int, _Run] = {}
         self._replicas: dict[Peer, _Replica] = {}
@@ -274,8 +276,14 @@ class Host(AbstractContextManager["Host"]):
         self._model = None if name is None else HostedModel(name, initial, version=self.version)
         self.params = self._model.params if self._model else copies(initial)
         _move(given, self.params)
-        # Dense, with the headers; coded messages are smaller.
-        self._assembler = Assembler(2 * sum(param.nbytes for param in self.params) + 4_096)
+        self._assembler = Assembler(_largest_bytes(self.params))
+        self._slice_bytes: dict[Peer, int] = {}
+        self._slicer = Slicer(
+            node,
+            _Kind.SLICE,
+            lambda peer: peer,
+            lambda outgoing: self._slice_bytes.get(outgoing.receiver, own_bytes),
+        )
 
     @cached_property
     def _encoder(self) -> Encoder:
@@ -286,7 +294,6 @@ class Host(AbstractContextManager["Host"]):
 
         Raises:
             NonFiniteUpdate: the parameters are no longer finite, so their change cannot be sent.
-            TooLarge: a part or change of the parameters is larger than the node's ``message_bytes_max``.
             OSError: the checkpoint cannot be written.
         """
         end_s = time.monotonic() + timeout_s
@@ -326,10 +333,12 @@ class Host(AbstractContextManager["Host"]):
         return len(self._batch) >= self.gradients_per_step
 
     def _take(self, peer: Peer, kind: int, payload: memoryview) -> None:
-        run_id, version, number, other, *_ = _HEADER.unpack_from(payload)
+        run_id, version, number, other, slice_bytes = _HEADER.unpack_from(payload)
         if max(version, number, other) >= _NUMBERS:
             raise MessageError(f"numbers {version}, {number} and {other}")
         if kind == _Kind.HELLO:
+            slice_bytes = min(_checked_slice_bytes(slice_bytes), _own_slice_bytes(self.node))
+            self._slice_bytes[peer] = slice_bytes
             of_peer = [run.id for run in self._runs.values() if run.peer == peer]
             if run_id not in self._runs and len(of_peer) >= _RUNS_MAX:
                 del self._runs[of_peer[0]]
@@ -361,27 +370,45 @@ class Host(AbstractContextManager["Host"]):
         """Answer workers, after the step with their gradients. A worker that gets no answer asks again."""
         peers = set(self.node.peers)
         self._replicas = {peer: self._replicas[peer] for peer in self._replicas.keys() & peers}
+        self._slice_bytes = {
+            peer: self._slice_bytes[peer] for peer in self._slice_bytes.keys() & peers
+        }
         self._assembler.keep_only(peers)
+        unfinished = {peer for peer, replica in self._replicas.items() if not self._send(replica)}
+        later = {peer: self._answers.pop(peer) for peer in unfinished & self._answers.keys()}
         for peer, (run, kind) in self._answers.items():
             status = (run.taken, run.saved, run.refused)
             if kind == _Kind.HELLO:
                 name = self._model.name if self._model else None
                 document = {"format": _FORMAT, "name": name, "layout": self._layout[1:]}
+                document["slice_bytes"] = _own_slice_bytes(self.node)
                 body = json.dumps(document).encode()
                 _publish(self.node, peer, _Kind.WELCOME, (run.id, self.version, *status), body)
             elif not run.has_replica:
                 _publish(self.node, peer, _Kind.STATUS, (run.id, self.version, *status))
             else:
-                replica = self._replicas.pop(peer, None) or _Replica(self.params, self.version)
+                replica = self._replicas.get(peer) or _Replica(self.params, self.version)
                 message = None
                 # A worker with a slow connection asks before the last answer has come.
                 if kind == _Kind.GRADIENT or replica.ticket is None or replica.ticket.is_done:
                     message = replica.advance(self.params, self.version, self._encoder)
                 numbers = (run.id, replica.version, *status)
-                replica.ticket = _publish(self.node, peer, _Kind.STATUS, numbers, message or b"")
-                if replica.ticket is not None:  # else the worker gets all parts again
-                    self._replicas[peer] = replica
-        self._answers.clear()
+                replica.outgoing = Outgoing(_Kind.STATUS, _packed(numbers, message or b""), peer)
+                self._replicas[peer] = replica
+                self._send(replica)
+        self._answers = later
+
+    def _send(self, replica: _Replica) -> bool:
+        """Send a worker's answer, or the rest of it, as far as there is space; return whether all of it is sent."""
+        try:
+            if replica.outgoing is not None:
+                replica.ticket = self._slicer.send(replica.outgoing)
+                replica.outgoing = None
+        except NotConnected:
+            replica.outgoing = None  # a new connection begins with a new replica
+        except WouldBlock:
+            return False
+        return True
 
     def save(self) -> None:
         """Write the checkpoint now. The old one is replaced only when the new one is on the disk."""
@@ -466,7 +493,7 @@ class Host(AbstractContextManager["Host"]):
 
 
 class _Channel:
-    """A worker's gradients on their way to the host; large ones go in slices.
+    """A worker's gradients on their way to the host, and the host's answers; large ones go in slices.
 
     Attributes:
         sent: number of the last gradient that the transport has taken on this connection.
@@ -474,9 +501,21 @@ class _Channel:
 
     def __init__(self, node: Node) -> None:
         self.sent = 0
-        most_bytes = min(SLICE_BYTES, node.limits.message_bytes_max)
-        self._slicer = Slicer(node, _Kind.SLICE, lambda peer: peer, lambda _: most_bytes)
+        self._slice_bytes = _own_slice_bytes(node)
+        self._slicer = Slicer(node, _Kind.SLICE, lambda peer: peer, lambda _: self._slice_bytes)
         self._outgoing: Outgoing | None = None  # of which the transport has not taken all
+        self._assembler = Assembler(0)
+
+    def begin(self, slice_bytes: int, largest_bytes: int) -> None:
+        """Send no larger slices than a host takes, and take its messages of up to so many bytes."""
+        self._slice_bytes = min(self._slice_bytes, slice_bytes)
+        self._assembler = Assembler(largest_bytes)
+
+    def add_slice(self, host: Peer, payload: memoryview) -> tuple[int, memoryview] | None:
+        """Add a slice of a message; return the message and its tag if it is complete now."""
+        tag = tag_of_slice(payload)
+        whole = self._assembler.add(host, tag, payload)
+        return None if whole is None else (tag, whole)
 
     def restart(self, sent: int) -> None:
         """Begin after this gradient; what was sent of the next one is of no use."""
@@ -624,10 +663,20 @@ class Worker(AbstractContextManager["Worker"]):
             if not (self._host and _publish(self.node, self._host, _Kind.ASK, (self._run,))):
                 self._host = None
                 # To all peers: other workers do not answer.
-                numbers = (self._run, self.version, self._saved, self.name is None)
+                slice_bytes = _own_slice_bytes(self.node)
+                numbers = (self._run, self.version, self._saved, self.name is None, slice_bytes)
                 _publish(self.node, None, _Kind.HELLO, numbers)
-        for peer, kind, payload in self.node.receive(timeout_s):
+        for peer, tag, received in self.node.receive(timeout_s):
+            kind, payload = tag, received
             try:
+                if kind == _Kind.SLICE:
+                    if peer != self._host:
+                        continue
+                    self._ask_at_s = time.monotonic() + _RETRY_S
+                    whole = self._channel.add_slice(peer, received)
+                    if whole is None:
+                        continue
+                    kind, payload = whole
                 self._take(peer, kind, payload)
             except (KeyError, TypeError, ValueError, RecursionError, struct.error) as error:
                 raise MessageError(f"the host at {peer.address} sent no answer: {error}") from error
@@ -672,6 +721,8 @@ class Worker(AbstractContextManager["Worker"]):
                 return  # this host has been killed, too
             self.params = self._model.params
         _move(self._given, self.params)
+        slice_bytes = _checked_slice_bytes(document["slice_bytes"])
+        self._channel.begin(slice_bytes, _largest_bytes(self.params))
         self._host = host
         # A restarted host goes back: what was computed for later versions counts as computed for this one.
         self.version = min(self.version, version)
@@ -745,6 +796,34 @@ def _publish(
         return node.publish(_packed(numbers, body), tag=kind, to=peer)
     except (WouldBlock, NotConnected):
         return None
+
+
+def _own_slice_bytes(node: Node) -> int:
+    """Return the size of the largest message that a node takes, of those that it gets in slices.
+
+    Raises:
+        ValueError: the node takes none that is large enough.
+    """
+    most_bytes = node.limits.message_bytes_max
+    if most_bytes < LEAST_SLICE_BYTES:
+        raise ValueError(
+            f"message_bytes_max of the node is {most_bytes}, a host or worker needs at least {LEAST_SLICE_BYTES}: "
+            "larger messages go in slices of that size"
+        )
+    return min(SLICE_BYTES, most_bytes)
+
+
+def _checked_slice_bytes(value: Any) -> int:
+    """Return the size of slices that a peer asks for; raise `MessageError` if it is none."""
+    nbytes = int(value)
+    if not LEAST_SLICE_BYTES <= nbytes <= SLICE_BYTES:
+        raise MessageError(f"slices of {nbytes} bytes")
+    return nbytes
+
+
+def _largest_bytes(params: Arrays) -> int:
+    """Return the size of the largest message about parameters: dense, with its headers."""
+    return 2 * sum(param.nbytes for param in params) + 4_096
 
 
 def _packed(numbers: tuple[int, ...], body: Any) -> bytes:

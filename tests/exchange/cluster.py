@@ -157,6 +157,7 @@ class Cluster:
         self.now_s = 0.0
         self.nodes: list[FakeNode] = []
         self.slow_links: set[tuple[Peer, Peer]] = set()  # deliver nothing while they are in here
+        self.stopped: set[FakeNode] = set()  # do nothing while they are in here
         self._links: dict[tuple[Peer, Peer], deque[_Packet | PeerJoined | PeerLost]] = {}
         self._workers: list[_Worker] = []
         self._scheduler = threading.Event()
@@ -262,14 +263,15 @@ class Cluster:
         running = [worker for worker in self._workers if not worker.is_done]
         if not running:
             return False
-        ready = [worker for worker in running if worker.is_ready]
+        going = [worker for worker in running if worker.node not in self.stopped]
+        ready = [worker for worker in going if worker.is_ready]
         links = [
             key
             for key, queue in sorted(self._links.items())
             if queue and key not in self.slow_links
         ]
         if not ready and not links:
-            self.now_s = min(worker.until_s for worker in running)
+            self.now_s = min((worker.until_s for worker in going), default=self.now_s)
             return True
         chosen = self.random.randrange(len(ready) + len(links))
         if chosen < len(ready):

@@ -142,8 +142,9 @@ def test_after_a_broken_connection_all_hold_the_same(seed: int) -> None:
 
 
 # With seeds 160 and 286 a node that has come in with the other part is still a departing member of this part; with seed
-# 298 both parts stop to join each other.
-@pytest.mark.parametrize("seed", [18, 21, 22, 24, 160, 286, 298, *seeds(2)])
+# 298 both parts stop to join each other; with seed 1109 the restarted node comes in with the part of one node, which
+# another node of this part still takes for a member.
+@pytest.mark.parametrize("seed", [18, 21, 22, 24, 160, 286, 298, 1109, *seeds(2)])
 def test_a_restart_while_the_network_is_split_ends_with_one_training(seed: int) -> None:
     trainers: list[Trainer] = []
     with cluster(seed) as world:

@@ -234,3 +234,15 @@ def test_a_state_with_the_parameters_says_exactly_what_they_hold() -> None:
         expected = params - share.shared(params)[0]
         np.testing.assert_array_equal(state["encoders"][0]["residual"], expected)
         np.testing.assert_allclose(params_of(state)[0], params, rtol=1e-6, atol=1e-6)
+
+
+def test_a_state_takes_the_parameters_as_one_array_too() -> None:
+    with gw.Node("127.0.0.1:0", secret=bytes(range(32))) as node:
+        share = gw.Exchange(gw.Encoder(24, 1.0), node, min_peers=0, apply_residual=True)
+        params = np.zeros(24, np.float32)
+        share.join(params)
+        params += 0.25
+        share.step_moved(params)
+        states = [share.state_dict(given) for given in (params, [params])]
+    for state in states:
+        np.testing.assert_array_equal(state["encoders"][0]["residual"], params)

@@ -212,6 +212,27 @@ def test_a_restarted_node_comes_in_with_the_step_of_the_others() -> None:
     assert_identical(trainers)
 
 
+@pytest.mark.parametrize("seed", seeds(6))
+@pytest.mark.parametrize(
+    "options", [{}, {"topology": "sharded"}, {"mode": "async"}, {"every": 4}], ids=str
+)
+def test_a_newcomer_whose_members_are_all_restarted_begins_with_them(
+    seed: int, options: Any
+) -> None:
+    with cluster(seed) as world:
+        first = [Trainer(world, node_id, 30, min_peers=1, **options) for node_id in (10, 20)]
+        world.run(until=lambda: len(first[0].node.updates) > 3)
+        newcomer = Trainer(world, 30, 30, min_peers=2, **options)
+        world.run(until=lambda: newcomer.share._membership.phase == "joining")
+        for dead in first:
+            world.kill(dead.node)
+        again = [Trainer(world, node_id, 30, min_peers=2, **options) for node_id in (10, 20)]
+        world.run()
+    assert all(one.joined is not None and one.joined.step == 0 for one in again)
+    assert newcomer.joined is not None
+    assert len(newcomer.joined.members) == 2
+
+
 def test_the_optimiser_s_state_comes_with_the_snapshot() -> None:
     def work(node: FakeNode, is_late: bool) -> Any:
         params, state = START.copy(), [np.full(3, 7.0 - is_late, np.float32), np.ones((2, 2))]

@@ -144,7 +144,7 @@ def test_who_has_corrected_its_parameters_takes_part() -> None:
 # --- other versions and models ----------------------------------------------------------------------------------------
 
 
-OTHER_VERSION = json.dumps({"signature": {"versions": [9, 1]}, "stage": 7}).encode()
+OTHER_VERSION = json.dumps({"signature": {"versions": [10, 1]}, "stage": 7}).encode()
 
 
 def own_greeting(node: FakeNode, model: dict[str, Any]) -> bytes:
@@ -178,7 +178,7 @@ def test_another_version_is_told_and_left_alone(
         assert "127.0.0.1:1030" in lines[0]
         assert "versions" in lines[0]
     if greeting is OTHER_VERSION:
-        assert "versions [9, 1] there" in caplog.text
+        assert "versions [10, 1] there" in caplog.text
 
 
 def test_a_node_among_others_of_another_version_is_refused() -> None:
@@ -188,7 +188,7 @@ def test_a_node_among_others_of_another_version_is_refused() -> None:
         worker = world.start(new, lambda: joins(new, np.zeros(NUMEL, np.float32)))
         world.run()
     assert "127.0.0.1:1001 and this node (127.0.0.1:1002)" in worker.result
-    assert "versions [9, 1] there" in worker.result
+    assert "versions [10, 1] there" in worker.result
 
 
 @pytest.mark.parametrize(

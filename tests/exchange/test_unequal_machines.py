@@ -53,6 +53,9 @@ def train(
             node.cluster.compute(node, 10.0)  # until everybody's messages are here
         share.catch_up(params)
         values.append(float(share.shared(params)[0][0]))
+        node.cluster.compute(
+            node, 10.0
+        )  # until everybody has taken them: a mean is of the nodes that are there
     node.cluster.close(node)
     return values, total
 

@@ -47,8 +47,9 @@ def state_of(replica: Replica, training: str, params: Any = None) -> dict[str, A
     replica.put_back_into(residuals)
     if params is not None and replica.applies_residual and replica.shared:
         # As the next encode does; up to then rounding separates the residual from this difference.
-        parts = split_by_tensor(residuals, replica.groups.tensors, params)
-        for part, param, shared in zip(parts, params, map(on_host, replica.shared), strict=True):
+        arrays = list(map(on_host, views(params)))
+        parts = split_by_tensor(residuals, replica.groups.tensors, arrays)
+        for part, param, shared in zip(parts, arrays, map(on_host, replica.shared), strict=True):
             moved = param - shared
             np.copyto(part, moved, where=np.isfinite(moved), casting="same_kind")
     return {

@@ -12,6 +12,7 @@ A node that finds itself in a training, or in a part of one, that does not go on
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection, Iterable
 
 from .. import clock
@@ -41,6 +42,9 @@ _LOG = logging.getLogger(__name__)
 # Number of a report on nodes that have all said that they leave.
 _ALL_LEAVE = 1
 
+# How long a node that was to join sees no member, but new nodes, before it begins with them.
+_BEGIN_S = 2.0
+
 # A node, the node that began its training, and the members.
 _Side = tuple[NodeRun, NodeRun, tuple[NodeRun, ...]]
 
@@ -55,6 +59,7 @@ class Departure:
         self._is_sync = is_sync
         # By reporter and departed node: the first update that the reporter lacks.
         self._reports: dict[NodeRun, dict[NodeRun, int]] = {}
+        self._last_report: dict[NodeRun, int] = {}
         self._relayed: set[tuple[NodeRun, int, int, frozenset[NodeRun]]] = set()
         self._on_return: Callable[..., object] = dict  # does nothing, until it is set
         router.handle(Kind.REPORT, self._add_report)
@@ -199,6 +204,8 @@ class Departure:
         """Tell all members, or one, which members are gone and how many of their updates this node has."""
         if self._membership.phase is Phase.IN:
             report = self._own_report()
+            if receiver is None:
+                self._last_report = report
             number = int(all(map(self._introductions.has_finished, report)))
             self._router.send(Kind.REPORT, number, encode_steps(report), receiver)
 
@@ -208,14 +215,19 @@ class Departure:
         A member that only departed nodes report as gone is left out: its updates are still accepted here.
         """
         membership = self._membership
-        reports = self._reports.values()
+        reports = [
+            report
+            for reporter, report in self._reports.items()
+            if reporter not in membership.departing
+        ]
         # A node that never was a member here has to be in the report all the same: reports count only if they name the
         # same nodes. This node knows nothing of its updates, and repeats the largest number that others have named.
-        unknown = membership.reported - membership.members.keys()
-        hearsay = {
-            run: max((report.get(run, 0) for report in reports), default=0) for run in unknown
-        }
-        return hearsay | membership.departing
+        unknown = membership.reported - membership.members.keys() - {membership.run}
+        # A member that has gone once may have come in again for the others, and gone again, before it did so here. What
+        # was repeated once is never less: two nodes that repeat each other's numbers would do so for ever.
+        reports += [self._last_report, membership.departing]
+        hearsay = {run: max(report.get(run, 0) for report in reports) for run in unknown}
+        return membership.departing | hearsay
 
     def _add_report(self, reporter: NodeRun, number: int, payload: memoryview) -> None:
         membership = self._membership
@@ -224,7 +236,7 @@ class Departure:
             membership.run, None
         )  # of this node's updates, if it is reported as gone
         self._reports[reporter] = named
-        has_news = membership.add_reported(named)
+        membership.add_reported(named)
         # Three kinds of reporters: one that is no member here, and would wait for this node's reports for ever; one
         # that is itself gone, whose opinion does not count; and a member, whose report may be about this node.
         if reporter not in membership.members:
@@ -249,7 +261,7 @@ class Departure:
             if gone:
                 address = self._introductions.peer_of(reporter).address
                 self.suspect(gone, f"is gone, says {address}")
-            elif has_news:
+            elif self._own_report() != self._last_report:
                 # Only reports that name the same nodes are compared.
                 self.report()
         self._settle_departures()
@@ -323,18 +335,46 @@ class Departure:
             for tag, payload in stream.raw(min(lacking), final):
                 self._router.send(Kind.RELAY, 0, pack_relay(run, tag, payload))
 
+    def supply(self, newcomer: NodeRun, steps: dict[NodeRun, int]) -> bool:
+        """Send a newcomer the updates of departed members from these steps on.
+
+        Returns:
+            Whether this node has them all, and knows all the members.
+        """
+        membership = self._membership
+        relays: list[bytes] = []
+        for run, step in steps.items():
+            if run == membership.run or run in membership.peers:
+                continue
+            final = membership.finals.get(run)
+            stream = membership.members.get(run) or membership.past.get(run)
+            if final is None or (step < final and stream is None):
+                return False
+            payloads = [] if stream is None else list(stream.raw(step, final))
+            if sum(tag < TAG_NUMBERS for tag, _ in payloads) < final - step:
+                return False  # too long ago
+            relays += [pack_relay(run, tag, payload) for tag, payload in payloads]
+        for relay in relays:
+            self._router.send(Kind.RELAY, 0, relay, newcomer)
+        return True
+
     def _add_relayed(self, relayer: NodeRun, _: int, payload: memoryview) -> None:
         membership = self._membership
         run, tag, relayed = unpack_relay(payload)
-        if relayer in membership.departing or run not in membership.departing:
+        is_newcomer = membership.phase is Phase.JOINING
+        if not is_newcomer and (relayer in membership.departing or run not in membership.departing):
             return
         stream = membership.members.get(run)
+        if is_newcomer:  # which may not know yet that the member has departed
+            stream = membership.others.get(run) or membership.past.get(run)
         kind, step = divmod(tag, TAG_NUMBERS)
         # Several nodes may relay the same update after another death; only the next missing one is taken.
         if stream is None or step != stream.next_missing:
             return
         if kind == Kind.NOTE:
             stream.add_note(step, Note.decode(relayed), relayed)
+        elif is_newcomer:
+            stream.add_relayed(self._router.parse(run, step, relayed), relayed)
         else:
             membership.add_relayed(run, self._router.parse(run, step, relayed), relayed)
             self._settle_departures()
@@ -414,6 +454,7 @@ class Trainings:
         self._router = router
         self._departure = departure
         self._is_sync = is_sync
+        self._begins_at_s: float | None = None
         self._introductions.set_judge(self._difference)
         departure.set_on_return(self.handle_unknown)
 
@@ -446,6 +487,28 @@ class Trainings:
         return membership.run == min(
             origins, key=lambda run: (run in workers, *reversed(origins[run]), run)
         )
+
+    def has_to_begin(self) -> bool:
+        """Return whether this node is to join, nobody here is a member or has trained, and other nodes are new.
+
+        These wait for others to begin with: without this node they might wait for ever, and this node for a member.
+        """
+        membership = self._membership
+        introductions = self._introductions
+        connected = set(map(introductions.register, self._router.node.peers))
+        others = introductions.compatible().values()
+        has_to = (
+            membership.is_sharded is None
+            and membership.destination is Phase.IN
+            and introductions.hellos.keys() >= connected
+            and all(hello.is_sharded is None for hello in others)
+            and any(hello.phase is Phase.NEW for hello in others)
+        )
+        # A member may still be on its way here, and a new node may have found one.
+        now_s = clock.now_s()
+        if not has_to or self._begins_at_s is None:
+            self._begins_at_s = now_s + _BEGIN_S if has_to else None
+        return has_to and now_s >= (self._begins_at_s or math.inf)
 
     def _difference(self, run: NodeRun, hello: Hello) -> str:
         """Return why a node takes part in another training; empty if it does not."""
@@ -512,6 +575,7 @@ class Trainings:
         if was_outside and not self._is_sync and not own_group.isdisjoint(hello.members):
             if not self._departure.has_gone(run, hello.first_step):
                 membership.admit(run, hello.first_step)
+                membership.admit_unaware(run)
                 self._router.introduce(run)  # a newcomer waits for this
             return
         if not names_this_node:  # synchronous newcomers are admitted at the end of a step

@@ -269,11 +269,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
         shared_state = state if equalize and begins else NO_STATE
         self._start.expect_equalized(equalize)
         self._start.announce_params(params, shared_state)
-        self.wait_for_peers()
-        is_late = self._membership.phase is not Phase.IN
-        if equalize and not is_late:
-            self._join.equalize(params, shared_state)
-        self._join.ensure_member(params, state)
+        is_late = _become_member(self, params, state, shared_state if equalize else None)
         return Joined(step=self.next_step, is_late=is_late, members=self.members)
 
     @_by_one_thread
@@ -449,13 +445,11 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
             self._departure.check_members(self._options.min_members)
         if self._options.outer_momentum or self._options.apply_residual:
             self._replica.check_arrays(params)
-        if self._membership.phase is Phase.NEW:
-            self.wait_for_peers()
         # Newcomers may ask inside a later call that has no such argument, as ``catch_up``.
         is_empty = isinstance(optimizer_state, Sequence) and not optimizer_state
         self._optimizer_state = NO_STATE if is_empty else as_state(optimizer_state)
         if self._membership.phase is not Phase.IN:
-            self._join.ensure_member(params, self._optimizer_state)
+            _become_member(self, params, self._optimizer_state)
         # An overlapped step is finished as late as allowed, so that its messages have the longest time to arrive.
         if self._replica.local_steps + 1 < self._options.overlap:
             return None
@@ -527,6 +521,28 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
             raise RuntimeError("this exchange has begun: load the state into a new one")
         checkpoint.load_state(state, self._replica)
         self._start.load_training(state["training"])
+
+
+def _become_member(
+    exchange: Exchange, params: Any, state: NodeState, equalized: NodeState | None = None
+) -> bool:
+    """Begin with the other first members, or join the members; return whether this node has come late.
+
+    Args:
+        exchange: of this node.
+        params: the caller's.
+        state: the caller's, for a node that comes late.
+        equalized: the state that the first members shall have in common, with their parameters; None: neither.
+    """
+    while True:
+        exchange.wait_for_peers()
+        is_late = exchange._membership.phase is not Phase.IN
+        if equalized is not None and not is_late:
+            exchange._join.equalize(params, equalized)
+        exchange._join.ensure_member(params, state)
+        # All members may be gone before this node is one, without a training that others go on with.
+        if exchange._membership.phase is not Phase.NEW:
+            return is_late
 
 
 def _step_number(exchange: Exchange) -> int:

@@ -10,16 +10,17 @@ from operator import itemgetter
 from typing import Any
 
 from .. import clock
-from ..arrays import copies, layouts
+from ..arrays import Arrays, copies, layouts
 from ..errors import Mismatch
+from ..message import Message
 from .departure import Departure, Trainings, deliver
 from .membership import Membership, Router
 from .notes import Notes
 from .options import Options
-from .protocol import Hello, Kind, NodeRun, Phase, decode_steps
-from .replica import Replica
+from .protocol import Hello, Kind, NodeRun, Phase
+from .replica import Replica, add_to_exported
 from .results import Pace
-from .snapshot import Donor, NodeState, Recipient, Snapshot
+from .snapshot import Donor, NodeState, Recipient, Request, Snapshot
 
 __all__ = ["Join"]
 
@@ -39,6 +40,7 @@ def _tell_step(ensure_member: Callable[..., None]) -> Callable[..., None]:
     def told(self: Join, *args: Any) -> None:
         comes_late = self._membership.phase is not self._membership.destination
         ensure_member(self, *args)
+        comes_late = comes_late and self._membership.phase is not Phase.NEW
         if comes_late and self._options.role != "observer":
             _LOG.warning(
                 "this node comes in late, at step %d of the training: let schedules and data go on from there "
@@ -91,6 +93,7 @@ class Join:
             router.node,
             membership.introductions.peer_of,
             replica.groups.max_payload_bytes(options.codec),
+            departure.supply,
         )
         self._has_requests = False  # nodes wait for a snapshot from here
         self._recipient = Recipient(
@@ -140,7 +143,8 @@ class Join:
             elif own_digest == digest:
                 pass
             elif self._recipient.donor != first:
-                self._recipient.request(first, {}, self._replica.state_layout(params))
+                layout = self._replica.state_layout(params)
+                self._recipient.request(first, {}, layout, goes_on=False)
             elif (snapshot := self._recipient.take()) is not None:
                 optimizer_state.check(snapshot.arrays[snapshot.params :])
                 self._load(snapshot, params, optimizer_state)
@@ -197,9 +201,7 @@ class Join:
         elif hello.phase is Phase.IN:
             # The sender says with which update it begins to send to this node directly. The snapshot must have all
             # before.
-            stream = membership.expect_updates(run)
-            if stream.first_received is None:
-                stream.start_at(hello.first_direct)
+            membership.expect_direct(run, hello.first_direct)
             was_outside = before is not None and before.phase is not Phase.IN
             self._trainings.handle_unknown(run, hello, was_outside=was_outside)
 
@@ -274,7 +276,7 @@ class Join:
         return _snapshot_of(self._replica, self._membership, positions, params, optimizer_state)
 
     def _add_request(self, run: NodeRun, number: int, payload: memoryview) -> None:
-        self._donor.add_request(run, number, decode_steps(payload))
+        self._donor.add_request(run, number, Request.decode(payload))
         self._has_requests = True
 
     # ---- joining late ------------------------------------------------------------------------------------------------
@@ -282,6 +284,8 @@ class Join:
     @_tell_step
     def ensure_member(self, params: Any, optimizer_state: NodeState) -> None:
         """Become a member where training has begun: load a snapshot, follow the members, be admitted.
+
+        Returns in phase NEW if all members are gone before and nobody has trained: the training is still to begin.
 
         Raises:
             TimeoutError: nothing happened for ``timeout_s`` and two exchanges of the members, or their updates arrive
@@ -302,6 +306,10 @@ class Join:
                     for run in introductions.incompatible
                 ):
                     raise Mismatch(introductions.describe_incompatible())
+                if self._trainings.has_to_begin():
+                    self._recipient.cancel()
+                    self._router.announce(Phase.NEW)
+                    return
                 self._join_with_snapshot(params, optimizer_state)
             self.poll(clock.POLL_S)
             while self._options.is_sync and _is_ready_for(membership, self._replica.step):
@@ -318,7 +326,7 @@ class Join:
                 (self._recipient.received_bytes, self._replica.step, membership.phase),
                 self._recipient.progress,
             )
-            self._check_kept_updates()
+            _check_kept_updates(membership, self._recipient)
             if wait.is_over:
                 raise TimeoutError(
                     f"this node did not come in within {wait.silence_s:g} s of the last progress, "
@@ -326,20 +334,6 @@ class Join:
                 )
         # Of a checkpoint: what this node kept as an owner is its residual where another node owns the part now.
         self._replica.add_late_parts(params)
-
-    def _check_kept_updates(self) -> None:
-        """Refuse to keep more updates than a snapshot can be worth waiting for.
-
-        Raises:
-            TimeoutError: the updates arrive faster than the snapshot.
-        """
-        kept_bytes = sum(stream.waiting_bytes for stream in self._membership.others.values())
-        if kept_bytes > max(_KEPT_BYTES, _KEPT_FACTOR * self._recipient.expected_bytes):
-            raise TimeoutError(
-                f"{kept_bytes / 1e6:.0f} MB of the members' updates have arrived while this node waits for its "
-                f"snapshot ({self._recipient.progress or 'nothing yet'}): its link does not carry the training; share "
-                "with a lower density or a larger every"
-            )
 
     def observe(self, params: Any, optimizer_state: NodeState, timeout_s: float) -> int:
         """Apply the members' updates without being one; see ``Exchange.follow``."""
@@ -390,7 +384,7 @@ class Join:
             self._resume(params, optimizer_state)
         elif self._recipient.donor not in members:
             self._ask(members, params)
-        elif (snapshot := self._recipient.take()) is not None:
+        elif snapshot := _taken(self._recipient, self._membership, self._replica, self._options):
             if not self._options.is_sync:
                 # Later than any update with which this node may have gone.
                 snapshot.delay(self._replica.step + 2)
@@ -400,6 +394,7 @@ class Join:
                 self._replica.absorb_local_changes(params, self._membership.weight)
                 self._replica.take_back_unapplied(snapshot.finals, snapshot.accepted, snapshot.step)
                 self._load(snapshot, params, optimizer_state)
+                self._recipient.forget()
 
     def _resume(self, params: Any, optimizer_state: NodeState) -> None:
         """Go on alone, for the others to join: load this node's own state as if it had come in a snapshot.
@@ -445,7 +440,9 @@ class Join:
         if able and len(first_direct) == len(members):
             place = (own_run.id + self._recipient.requests + 1) % len(able)
             layout = self._replica.state_layout(params)
-            self._recipient.request(able[place], first_direct, layout)
+            steps = _steps_to_go_on(self._recipient.resumable, self._membership, first_direct)
+            goes_on = steps is not None
+            self._recipient.request(able[place], steps or first_direct, layout, goes_on=goes_on)
             self._membership.forget_reports()
 
     def _follow(self, snapshot: Snapshot) -> bool:
@@ -470,6 +467,8 @@ class Join:
             if first is None or first > position:
                 return False
         self._adopt(snapshot, positions)
+        for run in positions.keys() - snapshot.positions.keys():
+            membership.admit_unaware(run)
         # A synchronous newcomer follows the members' steps until all of them have named it in the same step. An
         # asynchronous newcomer is a member at once, and only waits to be known by all before it sends.
         if self._options.is_sync or self._options.role == "observer":
@@ -493,7 +492,7 @@ class Join:
     def _load(self, snapshot: Snapshot, params: Any, optimizer_state: NodeState) -> None:
         replica = self._replica
         replica.import_state(snapshot.arrays[: snapshot.params], params)
-        optimizer_state.load(snapshot.arrays[snapshot.params :])
+        optimizer_state.load(_moved(snapshot.arrays, snapshot.params))
         replica.begin(
             snapshot.step,
             len(snapshot.positions),
@@ -507,10 +506,127 @@ class Join:
         self._on_load()
 
 
+def _moved(arrays: Arrays, begin: int) -> Arrays:
+    """Return the arrays from ``begin`` on, and forget all: what takes over the memory of some needs none of its own."""
+    rest = arrays[begin:]
+    arrays.clear()
+    return rest
+
+
 def _first_received(membership: Membership, run: NodeRun) -> int | None:
     """Return the first update of a node, not a member yet, that this node gets directly; None: unknown."""
     stream = membership.others.get(run)
     return None if stream is None else stream.first_received
+
+
+def _steps_to_go_on(
+    earlier: Snapshot | None, membership: Membership, first_direct: dict[NodeRun, int]
+) -> dict[NodeRun, int] | None:
+    """Return the steps of a request that goes on with a dead donor's snapshot; None: everything has to travel again."""
+    if earlier is None or not earlier.resumable_bytes:
+        return None
+    steps = dict(first_direct)
+    for run, position in earlier.positions.items():
+        stream = membership.past.get(run)
+        if run in first_direct:
+            steps[run] = max(position, first_direct[run])
+        elif stream is None or stream.first_received is None:
+            return None
+        else:
+            steps[run] = stream.next_missing
+    return steps
+
+
+def _taken(
+    recipient: Recipient, membership: Membership, replica: Replica, options: Options
+) -> Snapshot | None:
+    """Return the snapshot that was asked for; None: not all of it has arrived, with the updates that it needs."""
+    is_ready = _is_brought_up(recipient, membership, replica, options)
+    return recipient.take() if is_ready else None
+
+
+def _is_brought_up(
+    recipient: Recipient, membership: Membership, replica: Replica, options: Options
+) -> bool:
+    """Bring what a dead donor had sent up to the snapshot that goes on with it; return whether there is nothing to do.
+
+    The dead donor's values are of an earlier step. The updates in between have come to this node, as they have to all
+    members, and are added to them as the members have added them: in the same order, with the same roundings.
+    """
+    before = recipient.earlier
+    after = recipient.incoming
+    if before is None or after is None:
+        return before is None
+    missing: set[NodeRun] = set()
+    updates: dict[int, list[tuple[NodeRun, list[Message]]]] = {}
+    for run, (first, end) in _updates_between(before, after, membership).items():
+        stream = membership.others.get(run) or membership.past.get(run)
+        begins = stream is not None and (stream.first_received or 0) <= first <= end
+        notes = {} if stream is None else stream.notes
+        is_written = any(first <= step < end and note.written for step, note in notes.items())
+        if first != end and (not begins or is_written):
+            _LOG.info(
+                "the snapshot of a member that is gone is of no use: everything travels again"
+            )
+            recipient.cancel()
+            recipient.forget()
+            return False
+        for step in range(first, end):
+            if stream is None or step not in stream:
+                missing.add(run)
+                break
+            updates.setdefault(step, []).append((run, stream.messages_of(step)))
+    if missing:
+        # Members send them, unless they have died since the donor answered. It has sent those of departed nodes before.
+        is_lost = not missing <= after.positions.keys()
+        if is_lost or not missing <= membership.others.keys():
+            recipient.cancel()
+        if is_lost:
+            recipient.forget()
+        return False
+    for step in sorted(updates):
+        payloads = [messages for _, messages in sorted(updates[step], key=itemgetter(0))]
+        nodes = len(payloads) if options.is_sync else len(after.positions)
+        exported = after.arrays[: after.params]
+        add_to_exported(replica, payloads, exported, nodes=nodes, is_sharded=after.is_sharded)
+    recipient.bring_up()
+    return True
+
+
+def _updates_between(
+    before: Snapshot, after: Snapshot, membership: Membership
+) -> dict[NodeRun, tuple[int, int]]:
+    """Return for every node its first update that is in the second of two snapshots only, and its first in neither.
+
+    Where that is not known, as the first number is larger.
+    """
+    hellos = membership.introductions.hellos
+    between = {}
+    for run in sorted(before.positions.keys() | after.positions.keys()):
+        first = before.positions.get(run)
+        if first is None:  # has come in since
+            first = hellos[run].first_step if run in hellos else after.positions[run] + 1
+        between[run] = first, after.positions.get(run, after.finals.get(run, first - 1))
+    for run, final in after.finals.items():
+        if run not in between and before.finals.get(run) != final:  # has come and gone since
+            between[run] = final + 1, final
+    return between
+
+
+def _check_kept_updates(membership: Membership, recipient: Recipient) -> None:
+    """Refuse to keep more updates than a snapshot can be worth waiting for.
+
+    Raises:
+        TimeoutError: the updates arrive faster than the snapshot.
+    """
+    streams = [*membership.others.values(), *membership.past.values()]
+    kept_bytes = sum(stream.waiting_bytes for stream in streams)
+    if kept_bytes > max(_KEPT_BYTES, _KEPT_FACTOR * recipient.expected_bytes):
+        raise TimeoutError(
+            f"{kept_bytes / 1e6:.0f} MB of the members' updates have arrived while this node waits for its "
+            f"snapshot ({recipient.progress or 'nothing yet'}): its link does not carry the training; share "
+            "with a lower density or a larger every"
+        )
 
 
 def _is_ready_for(membership: Membership, step: int) -> bool:

@@ -57,12 +57,14 @@ class UpdateStream:
         position: number of the next update to apply.
         first_direct: number of the first update that was applied from here rather than with a snapshot.
         notes: by step of the update that they belong to.
+        is_provisional: whether the updates are kept, and not applied, until their sender names this node as a member.
     """
 
     def __init__(self, first_received: int | None, keeps: int) -> None:
         self.first_received = first_received
         self.received = self.position = self.first_direct = first_received or 0
         self.notes: dict[int, Note] = {}
+        self.is_provisional = False
         self._keeps = keeps
         # Bytes of updates outlive their application: if the sender dies, a member that has its last updates relays the
         # bytes to members that lack them, and all of them parse the same.
@@ -120,6 +122,16 @@ class UpdateStream:
         self.received = self.next_missing
         self.add_update(messages, payload)
 
+    def set_provisional(self, is_provisional: bool) -> None:
+        """Keep the updates until further notice, or apply them from now on."""
+        self.is_provisional = is_provisional
+
+    def cut_at(self, step: int) -> None:
+        """Forget the updates from ``step`` on, which nobody applies."""
+        self.received = min(self.received, max(step, self.position))
+        for number in [number for number in self._messages if number >= step]:
+            del self._messages[number]
+
     def start_at(self, step: int) -> None:
         """Continue at ``step``: everything before has been applied."""
         if self.first_received is None:
@@ -145,6 +157,10 @@ class UpdateStream:
         self._payloads.pop(oldest - 1, None)
         self.notes.pop(oldest - 1, None)
         return messages
+
+    def messages_of(self, step: int) -> list[Message]:
+        """Return an update that has arrived and was not applied."""
+        return self._messages[step]
 
     def raw(self, first: int, last: int) -> Iterator[tuple[int, memoryview]]:
         """Yield tag and payload of all messages for the steps from ``first`` to ``last`` exclusive, in order."""
@@ -277,6 +293,7 @@ class Membership:
             training: its identity.
         """
         self.finals = dict(finals)
+        self.past.clear()
         self._is_late = True
         self.next_step = step
         self.begin((), step, origin, is_sharded=is_sharded, training=training)
@@ -302,16 +319,15 @@ class Membership:
         self.next_step = step
 
     def add_member(self, run: NodeRun, first: int) -> None:
-        """Make a node a member from its update ``first`` on.
-
-        Raises:
-            MessageError: this node does not get that update directly.
-        """
+        """Make a node a member from its update ``first`` on."""
         # Updates of a newcomer may have arrived before this node admits it: a faster member has admitted it already.
         # They are in the stream of a node that is no member yet, which now becomes the member's.
         stream = self.others.pop(run, None) or UpdateStream(first, self._keeps)
         if stream.first_received is not None and stream.first_received > first:
-            raise self.wrong_step(run, stream.first_received)
+            # The connection has begun anew, and the first updates came before: the node counts as lost.
+            _LOG.warning("%s", self.wrong_step(run, stream.first_received))
+            stream = UpdateStream(first, self._keeps)
+            self.broken.add(run)
         stream.start_at(first)
         # Sorted by node: every loop over members, and with it every sum of their updates, has the same order on all
         # nodes.
@@ -328,18 +344,30 @@ class Membership:
         self.add_member(run, first)
         self._events[1].append(run)
 
+    def admit_unaware(self, run: NodeRun) -> None:
+        """Keep a member's updates, which has come in without naming this node, until it does.
+
+        Asynchronous nodes admit newcomers by their introductions. One that does not know this node may have come in
+        with a part of a split network whose members were this node's, too: the others here then apply none of its
+        updates. A newcomer that has come in beside this node names it as soon as it hears of it.
+        """
+        self.members[run].set_provisional(not self.is_known_to(run))
+
+    def mark_broken(self, run: NodeRun) -> None:
+        """Note that a member's updates have a gap, as if its connection had ended."""
+        self.broken.add(run)
+
     def mark_departing(self, run: NodeRun) -> None:
         """Take no more updates from a member that is gone."""
         # From here on nothing more is accepted from the member, also where its connection still works: this node is
         # about to report how many of its updates it has, and that number must stay true.
-        self.departing[run] = self.members[run].next_missing
+        stream = self.members[run]
+        self.departing[run] = stream.position if stream.is_provisional else stream.next_missing
         self.reported.add(run)
 
-    def add_reported(self, runs: Collection[NodeRun]) -> bool:
-        """Add nodes that others report as gone; return whether any is new."""
-        has_news = not self.reported.issuperset(runs)
+    def add_reported(self, runs: Collection[NodeRun]) -> None:
+        """Add nodes that others report as gone."""
         self.reported.update(runs)
-        return has_news
 
     def forget_reports(self) -> None:
         """Begin without reports, before a snapshot."""
@@ -348,6 +376,12 @@ class Membership:
     def agree_on_final(self, run: NodeRun, final: int) -> None:
         """Note the first update of a departed member that nobody applies."""
         self.finals[run] = final
+        stream = self.members[run]
+        if stream.is_provisional:
+            # Kept updates that others have applied count here, too, and those that nobody has applied do not.
+            stream.cut_at(final)
+            stream.set_provisional(False)
+            self.departing[run] = stream.next_missing
 
     def remove_member(self, run: NodeRun) -> None:
         """Remove a departed member, for the next step's result too."""
@@ -414,7 +448,10 @@ class Membership:
     def forget_connection(self, run: NodeRun, reason: str | None) -> None:
         """Forget a connection that has ended, and remember why unless the node has said why it goes."""
         self.introductions.forget(run, reason)
-        self.others.pop(run, None)
+        stream = self.others.pop(run, None)
+        # The values of a donor that dies may need its last updates before another donor can go on with them.
+        if stream is not None and stream.received and self.phase is Phase.JOINING:
+            self.past[run] = stream
         if run in self.members:
             self.broken.add(run)
 
@@ -479,6 +516,15 @@ class Membership:
             self.others[run] = UpdateStream(None, self._keeps)
         return self.others[run]
 
+    def expect_direct(self, run: NodeRun, first: int) -> None:
+        """Expect the updates of a node that is not a member from ``first`` on, which it sends directly."""
+        stream = self.expect_updates(run)
+        # Introductions of two connections may be handled together. The updates between them are lost.
+        if stream.first_received is not None and stream.received < first:
+            stream = self.expect_updates(run, anew=True)
+        if stream.first_received is None:
+            stream.start_at(first)
+
     def expect_nothing(self, run: NodeRun) -> None:
         """Wait for the introduction of a node that is not a member before its updates count."""
         self.others.pop(run, None)
@@ -508,7 +554,11 @@ class Membership:
         """Return and forget the updates that have arrived, every member's in order, up to step ``last``."""
         updates: Updates = []
         for run, stream in self.members.items():
-            while stream.position in stream and stream.position <= last:
+            if stream.is_provisional:
+                stream.set_provisional(not self.is_known_to(run))
+            while (
+                not stream.is_provisional and stream.position in stream and stream.position <= last
+            ):
                 updates.append((run, stream.take_messages()))
         return updates
 
@@ -682,23 +732,24 @@ class Router:
 
         Members that go down meanwhile are lost in the next call, after their last messages.
         """
-        # Peers first: a peer that joins between the two calls is greeted in the next round, and a peer that is lost
-        # between them is still connected here, so its last messages are handled before it counts as lost.
         peers = self.node.peers
-        events = self.node.events()
-        for event in events:
-            if isinstance(event, PeerLost):
-                run = run_of(event.peer)
-                self._forget_connection(run, _REASONS.get(event.reason, f"is gone: {event.reason}"))
-        if (
-            events
-            or peers != self._peers
-            or not self._introductions.hellos.keys() <= self._connected
-        ):
+        if peers != self._peers or not self._introductions.hellos.keys() <= self._connected:
             self._greet(peers)
         if self._unsent:
             self.flush()
-        for peer, tag, payload in self.node.receive(timeout_s=timeout_s):
+        received = self.node.receive(timeout_s=timeout_s)
+        # Losses before messages: a connection that has ended and begun again meanwhile brings an introduction, which
+        # would be forgotten with the old connection. What a lost peer has sent is all taken before the peer counts as
+        # lost.
+        while events := self.node.events():
+            for event in events:
+                if isinstance(event, PeerLost):
+                    run = run_of(event.peer)
+                    reason = _REASONS.get(event.reason, f"is gone: {event.reason}")
+                    self._forget_connection(run, reason)
+            received = [*received, *self.node.receive(timeout_s=0.0)]
+            self._greet(self.node.peers)
+        for peer, tag, payload in received:
             kind, number = divmod(tag, TAG_NUMBERS)
             sender = self._runs.get(peer) or self._introductions.register(peer)
             self._handle(sender, kind, number, payload)
@@ -780,6 +831,7 @@ class Router:
         elif stream.accepts(step):
             # No member gets that far ahead of another, and waiting updates cost memory.
             is_member = membership.phase is Phase.IN and sender in membership.peers
+            is_member = is_member and sender not in membership.broken
             if is_member and stream.waiting >= membership.waits:
                 raise MessageError(f"{stream.waiting} updates are ahead of this node")
             stream.add_update(self.parse(sender, step, payload), payload)
@@ -787,11 +839,19 @@ class Router:
             is_bounded = sender not in membership.members and membership.phase is not Phase.JOINING
             if is_bounded and stream.waiting > STEPS_AHEAD_MAX:
                 membership.expect_nothing(sender)  # until it joins, and says so
+        elif membership.phase is Phase.JOINING and step < stream.received:
+            pass  # a donor has sent it before, as that of a departed member
         elif membership.others.get(sender) is stream:
             # From a new connection, before its introduction: others were lost with the old one.
             membership.expect_nothing(sender)
         elif sender not in membership.broken and step >= (stream.first_received or 0):
-            raise membership.wrong_step(sender, step)
+            is_known = step < stream.received or not self._introductions.is_confirmed
+            if membership.phase is Phase.IN and is_known:
+                raise membership.wrong_step(sender, step)
+            # Both have trained, so neither has begun with a wrong checkpoint. What lies between is lost, as it is where
+            # a connection breaks: one of them joins again.
+            _LOG.warning("%s", membership.wrong_step(sender, step))
+            membership.mark_broken(sender)
 
     def _add_note(self, sender: NodeRun, step: int, payload: memoryview) -> None:
         stream = self._membership.stream_of(sender)

@@ -66,6 +66,10 @@ class PlainSum:
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
 
+    def at(self, exported: Arrays) -> tuple[PlainSum, Arrays]:
+        """Return a sum that works on what ``SharedCopy.export_state`` has returned, and the parameters in it."""
+        return self, exported
+
     def add_payloads(
         self, payloads: Payloads, params: Any, divisor: int, second: SecondTarget | None = None
     ) -> None:
@@ -115,6 +119,13 @@ class MomentumSum(PlainSum):
         """Start with a velocity of zero, unless there is one already; keep it where the parameters are."""
         # All nodes begin with zeros, a newcomer with the members' velocity.
         self.velocity = placed(self.velocity or zeros_like(writable_views(params)), params)
+
+    def at(self, exported: Arrays) -> tuple[PlainSum, Arrays]:
+        """Return a sum that works on what ``SharedCopy.export_state`` has returned, and the parameters in it."""
+        count = len(exported) // 2
+        total = MomentumSum(self._groups, self._momentum)
+        total.velocity = exported[:count]
+        return total, exported[count:]
 
     def load_velocity(self, velocity: Sequence[NDArray[Any]]) -> None:
         """Continue with a copy of another velocity."""
@@ -492,7 +503,10 @@ class SharedCopy:
     # ---- the state of another node -----------------------------------------------------------------------------------
 
     def export_state(self, params: Any) -> Arrays:
-        """Return the arrays of the shared parameters and of their momentum, not copied.
+        """Return the arrays of the shared parameters, after those of their momentum, not copied.
+
+        In this order a first part of them can be brought up to a later step: the momentum does not depend on the
+        parameters.
 
         Raises:
             TypeError: NumPy cannot view the parameters in place.
@@ -500,7 +514,7 @@ class SharedCopy:
         shared = self.shared or writable_views(params)
         if isinstance(self.total, MomentumSum):
             self.total.ensure_velocity(shared)
-            return [*shared, *self.total.velocity]
+            return [*self.total.velocity, *shared]
         return shared
 
     def state_layout(self, params: Any) -> list[list[Any]]:
@@ -514,7 +528,7 @@ class SharedCopy:
         target = self.shared or writable_views(params)
         if isinstance(self.total, MomentumSum):
             self.total.ensure_velocity(target)
-            put([*target, *self.total.velocity], arrays)
+            put([*self.total.velocity, *target], arrays)
         else:
             put(target, arrays)
         if self.shared:

@@ -50,7 +50,7 @@ __all__ = [
 
 _LOG = logging.getLogger(__name__)
 
-VERSIONS = [8, 1]  # of this protocol, and of docs/message-format.md
+VERSIONS = [9, 1]  # of this protocol, and of docs/message-format.md
 
 TAG_NUMBERS = 1 << 56  # ``divmod(tag, TAG_NUMBERS)`` is kind and number
 _RELAY = struct.Struct("<QQQ")
@@ -316,11 +316,7 @@ class Note:
 
 
 def encode_steps(steps: Mapping[NodeRun, int]) -> bytes:
-    """Return a report or a request as bytes: a step for each of several nodes.
-
-    A report has for every departed member the first update that the sender lacks; a request has for every member the
-    first update that the sender gets directly.
-    """
+    """Return a step for each of several nodes as bytes: a report, or a part of a request."""
     return _to_json([[*run, step] for run, step in sorted(steps.items())])
 
 
@@ -627,7 +623,8 @@ class Introductions:
         """Take a node for incompatible until its process is started again."""
         self._excluded[run] = reason
         self._reasons[run] = "was excluded"
-        self._compare(run, self.hellos[run])
+        if run in self.hellos:  # it may be gone already
+            self._compare(run, self.hellos[run])
 
     def describe_incompatible(self) -> str:
         """Describe every connected node that trains something else."""

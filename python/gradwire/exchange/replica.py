@@ -26,7 +26,7 @@ from .owner import Accepted, Division, ShardedUpdate, Sharding, part_of_state
 from .parameters import Payloads, PlainSum, SecondTarget, SharedCopy
 from .protocol import MESSAGE_MAGIC, NodeRun, PartUpdate, run_of
 
-__all__ = ["Replica", "StepUpdate"]
+__all__ = ["Replica", "StepUpdate", "add_to_exported"]
 
 _HEADER_BYTES = 48  # of a message
 _BLOCK_NUMEL = 1 << 20  # elements that are looked at together
@@ -524,6 +524,23 @@ class Replica(SharedCopy):
         """Continue from a checkpoint at a step; the owner's state waits for the beginning of the training."""
         self.step = step
         self._owner_state = owner_state
+
+
+def add_to_exported(
+    replica: Replica, payloads: Payloads, exported: Arrays, *, nodes: int, is_sharded: bool
+) -> None:
+    """Add a step's updates to what another node's ``export_state`` has returned, as that node adds them."""
+    total, params = replica.total.at(exported)
+    if not is_sharded:
+        divisor = nodes if replica._options.reduction == "mean" else 1
+        total.add_payloads(payloads, params, divisor)
+        return
+
+    def add_to(target: Any) -> None:
+        for result in cast("Sequence[PartUpdate]", payloads):
+            replica._division.add_to_params(result, target)
+
+    total.add_results(add_to, params, None)
 
 
 def _check(messages: Sequence[Message], expected: Sequence[tuple[int, int]]) -> None:

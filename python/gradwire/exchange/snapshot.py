@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
@@ -12,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from .. import clock
 from ..agreement import checked_state
@@ -22,6 +22,7 @@ from .owner import Accepted
 from .protocol import (
     Kind,
     NodeRun,
+    decode_steps,
     encode_steps,
     read_number,
     read_run,
@@ -40,6 +41,7 @@ __all__ = [
     "NodeState",
     "OptimizerState",
     "Recipient",
+    "Request",
     "Snapshot",
     "as_state",
 ]
@@ -57,6 +59,8 @@ _WINDOW_BYTES_MAX = 8 << 20
 # Part of the newcomer's rate that is left for it while updates are under way to the members.
 _BUSY_SHARE = 0.1
 _LOOK_S = 0.01  # between two looks for space
+# A smaller array that has arrived in part travels again, so that no description in bytes is of two donors.
+_WHOLE_BYTES = 8 << 20
 # Space that is left for a step, at most: every node has as much.
 _STEP_BYTES_MAX = 16 << 20
 # A header comes from another machine: it must not be able to claim any amount of memory.
@@ -161,10 +165,11 @@ class Snapshot:
     agreement: Sequence[float] = (0.0, 0.0, 1)
     missing: deque[memoryview] = field(default_factory=deque)
 
-    def header(self) -> bytes:
-        """Return everything but the arrays' values."""
+    def header(self, begin: int = 0) -> bytes:
+        """Return everything but the arrays' values, which follow from byte ``begin`` on."""
         return json.dumps(
             {
+                "begin": begin,
                 "step": self.step,
                 "positions": [[*run, step] for run, step in self.positions.items()],
                 "finals": [[*run, step] for run, step in self.finals.items()],
@@ -185,13 +190,18 @@ class Snapshot:
         ).encode()
 
     @staticmethod
-    def from_header(payload: memoryview, check: Callable[[Layout, int], None]) -> Snapshot:
+    def from_header(
+        payload: memoryview,
+        check: Callable[[Layout, int], None],
+        earlier: Snapshot | None = None,
+    ) -> Snapshot:
         """Return a snapshot with arrays still to be filled.
 
         Args:
             payload: the header.
             check: raises an error for dtypes and shapes that are not this node's, before any memory is taken. It gets
                 the number of the parameters among them, too.
+            earlier: of a donor that has died, where the values may begin after those of it that have arrived.
 
         Raises:
             MessageError: the bytes are no header.
@@ -202,7 +212,13 @@ class Snapshot:
                 raise ValueError(f"{len(header['arrays'])} arrays")
             params = read_number(header["params"], _ARRAYS_MAX + 1)
             check([_read_layout(*entry) for entry in header["arrays"]], params)
-            arrays = [np.empty(shape, dtype) for dtype, shape in header["arrays"]]
+            begin = read_number(header["begin"])
+            if begin == 0:
+                arrays = [np.empty(shape, dtype) for dtype, shape in header["arrays"]]
+            elif earlier is not None and earlier.is_continued_by(header):
+                arrays = earlier.arrays
+            else:
+                raise ValueError(f"values from byte {begin} on, which were not asked for")
             accepted: Accepted = {}
             for owner, owner_start, sender, sender_start, step in header["accepted"]:
                 by_sender = accepted.setdefault(read_run((owner, owner_start)), {})
@@ -221,7 +237,7 @@ class Snapshot:
                 _read_runs(header["senders"]),
                 _read_runs(header["workers"]),
                 checked_state(header["agreement"]),
-                deque(_bytes_of(array) for array in arrays if array.nbytes),
+                deque(_bytes_from(arrays, begin)),
             )
         except (
             ValueError,
@@ -253,14 +269,37 @@ class Snapshot:
         if not self.missing and not all(np.isfinite(array).all() for array in self.arrays):
             raise MessageError("a snapshot with values that are not finite")
 
-    def parts(self) -> list[memoryview]:
-        """Return the header and the arrays' bytes, in parts of bounded size."""
-        parts = [memoryview(self.header())]
-        for array in self.arrays:
-            data = _bytes_of(array)
+    def parts(self, begin: int = 0) -> list[memoryview]:
+        """Return the header and the arrays' bytes from ``begin`` on, in parts of bounded size."""
+        parts = [memoryview(self.header(begin))]
+        for data in _bytes_from(self.arrays, begin):
             starts = range(0, len(data), _PART_BYTES)
             parts += [data[start : start + _PART_BYTES] for start in starts]
         return parts
+
+    @property
+    def digest(self) -> str:
+        """Digest of the arrays' dtypes and shapes."""
+        text = json.dumps(layouts(self.arrays))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def resumable_bytes(self) -> int:
+        """Number of the bytes that have arrived and need not travel again."""
+        arrived = sum(array.nbytes for array in self.arrays) - sum(map(len, self.missing))
+        begin = 0
+        for array in self.arrays:
+            if begin + array.nbytes > arrived:
+                return arrived if array.nbytes > _WHOLE_BYTES else begin
+            begin += array.nbytes
+        return begin
+
+    def is_continued_by(self, header: Mapping[str, Any]) -> bool:
+        """Return whether another donor's snapshot begins where this one has ended."""
+        ours = (self.resumable_bytes, self.params, self.training, self.is_sharded)
+        theirs = tuple(header[name] for name in ("begin", "params", "training", "is_sharded"))
+        own_layout = [[array.dtype.str, list(array.shape)] for array in self.arrays]
+        return ours == theirs and own_layout == header["arrays"]
 
 
 def _read_steps(entries: Any) -> dict[NodeRun, int]:
@@ -271,14 +310,51 @@ def _read_runs(entries: Any) -> list[NodeRun]:
     return list(map(read_run, entries))
 
 
-def _bytes_of(array: NDArray[Any]) -> memoryview:
-    return array.reshape(-1).view(np.uint8).data
+def _bytes_from(arrays: Arrays, begin: int) -> list[memoryview]:
+    """Return the memory of arrays from byte ``begin`` of all of them on."""
+    rest = []
+    for array in arrays:
+        if begin < array.nbytes:
+            rest.append(array.reshape(-1).view(np.uint8).data[begin:])
+        begin = max(0, begin - array.nbytes)
+    return rest
 
 
 def _read_layout(dtype: Any, shape: Any) -> list[Any]:
     if dtype not in ("<f4", "<f8", "|u1"):
         raise ValueError(f"an array of {dtype!r:.40}")
     return [np.dtype(dtype).name, [read_number(size, 1 << 48) for size in shape]]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A newcomer's request for a snapshot.
+
+    Attributes:
+        steps: for every member the first update that the newcomer gets directly: the snapshot has to hold all before.
+            Where it goes on with a dead donor's, for a departed member the first update that the newcomer lacks.
+        begin: number of the values' bytes that it has of a dead donor.
+        digest: of their arrays, see `Snapshot`.
+    """
+
+    steps: dict[NodeRun, int]
+    begin: int = 0
+    digest: str = ""
+
+    def encode(self) -> bytes:
+        """Return the document as bytes."""
+        steps = json.loads(encode_steps(self.steps))
+        return json.dumps({"steps": steps, "begin": self.begin, "digest": self.digest}).encode()
+
+    @staticmethod
+    def decode(payload: memoryview) -> Request:
+        """Return the document; raise `MessageError` if the bytes are none."""
+        try:
+            document = json.loads(bytes(payload))
+            steps = decode_steps(memoryview(json.dumps(document["steps"]).encode()))
+            return Request(steps, read_number(document["begin"]), str(document["digest"]))
+        except (ValueError, TypeError, LookupError, RecursionError) as error:
+            raise MessageError(f"a request that cannot be read: {error!r}") from error
 
 
 class _Transfer:
@@ -347,14 +423,21 @@ class Donor:
         node: of this exchange.
         peer_of: returns a connected node's peer.
         step_bytes: size of a step's largest messages, for which space is left in the send log.
+        supply: sends a newcomer the departed members' updates from given steps on; returns whether they are there.
     """
 
-    def __init__(self, node: Node, peer_of: Callable[[NodeRun], Peer], step_bytes: int) -> None:
+    def __init__(
+        self,
+        node: Node,
+        peer_of: Callable[[NodeRun], Peer],
+        step_bytes: int,
+        supply: Callable[[NodeRun, dict[NodeRun, int]], bool],
+    ) -> None:
         self._node = node
         self._peer_of = peer_of
+        self._supply = supply
         self._step_bytes = min(step_bytes, _STEP_BYTES_MAX)
-        # By newcomer: number of the request, and for every member the first update that the newcomer gets directly.
-        self._requests: dict[NodeRun, tuple[int, dict[NodeRun, int]]] = {}
+        self._requests: dict[NodeRun, tuple[int, Request]] = {}  # by newcomer, with their numbers
         self._lock = threading.Lock()  # of what follows
         self._transfers: dict[NodeRun, _Transfer] = {}
         self._is_sending = False
@@ -375,16 +458,9 @@ class Donor:
         with self._lock:
             return sum(transfer.nbytes for transfer in self._transfers.values())
 
-    def add_request(self, run: NodeRun, number: int, first_direct: dict[NodeRun, int]) -> None:
-        """Add a request, in the place of an earlier one.
-
-        Args:
-            run: the newcomer.
-            number: of the request.
-            first_direct: for every member the first update that the newcomer gets directly: the snapshot has to hold
-                all before.
-        """
-        self._requests[run] = number, first_direct
+    def add_request(self, run: NodeRun, number: int, request: Request) -> None:
+        """Add a newcomer's request with its number, in the place of an earlier one."""
+        self._requests[run] = number, request
         with self._lock:
             self._transfers.pop(run, None)
 
@@ -397,21 +473,24 @@ class Donor:
         """
         snapshot = None
         connected = set(map(run_of, self._node.peers)) if self._requests else set()
-        for run, (number, first_direct) in list(self._requests.items()):
+        for run, (number, request) in list(self._requests.items()):
             if run not in connected:
                 del self._requests[run]
                 continue
-            # The newcomer gets a member's updates from ``first_direct`` on by itself. A state that lacks an earlier one
-            # would leave a gap, so the donor waits until it has applied all of them.
+            # The newcomer gets a member's updates from a step on by itself. A state that lacks an earlier one would
+            # leave a gap, so the donor waits until it has applied all of them.
             is_early = any(
-                positions.get(member, step) < step for member, step in first_direct.items()
+                positions.get(member, step) < step for member, step in request.steps.items()
             )
             if is_early or run in positions:
                 continue
             # One copy serves all newcomers that wait at this step.
             snapshot = snapshot or make()
+            # The updates go before the values, which the newcomer takes when it has the updates.
+            goes_on = request.begin and request.digest == snapshot.digest
+            begin = request.begin if goes_on and self._supply(run, request.steps) else 0
             with self._lock:
-                self._transfers[run] = _Transfer(number, snapshot.parts())
+                self._transfers[run] = _Transfer(number, snapshot.parts(begin))
                 is_sending = self._is_sending
                 self._is_sending = True
             del self._requests[run]
@@ -478,6 +557,8 @@ class Recipient:
 
     Attributes:
         donor: the node that was asked last, until its snapshot is taken; or None.
+        incoming: the snapshot that is under way, or was taken; None: nothing of it has arrived.
+        earlier: what a dead donor had sent, until ``incoming`` goes on with it; None: nothing.
         requests: number of requests so far.
         received_bytes: size of all parts that have arrived so far, of all requests.
     """
@@ -495,28 +576,62 @@ class Recipient:
         self._address_of = address_of
         self._me = me
         self._own_layout: Layout = []
-        self._incoming: Snapshot | None = None
+        self.incoming: Snapshot | None = None
+        self.earlier: Snapshot | None = None
+        self._waiting: list[
+            memoryview
+        ] = []  # parts for which ``earlier`` has to be brought up first
 
     def request(
-        self, donor: NodeRun, first_direct: Mapping[NodeRun, int], own_layout: Layout
+        self, donor: NodeRun, steps: dict[NodeRun, int], own_layout: Layout, *, goes_on: bool
     ) -> None:
         """Ask a node, in the place of an earlier one.
 
         Args:
             donor: the node.
-            first_direct: see `Donor.add_request`.
+            steps: see `Request`.
             own_layout: of this node's parameters, which the snapshot must have, too.
+            goes_on: whether to go on with ``resumable``.
         """
         # Numbered, because parts of an earlier answer may still arrive from the same donor.
         self.requests += 1
         self.donor = donor
         self._own_layout = own_layout
-        self._incoming = None
-        self._send(Kind.REQUEST, self.requests, encode_steps(first_direct), donor)
+        earlier = self.resumable if goes_on else None
+        self.forget()
+        self.earlier = earlier
+        request = Request(steps)
+        if earlier is not None:
+            request = Request(steps, earlier.resumable_bytes, earlier.digest)
+        self._send(Kind.REQUEST, self.requests, request.encode(), donor)
+
+    @property
+    def resumable(self) -> Snapshot | None:
+        """What has arrived of a snapshot, with which another donor may go on."""
+        return self.earlier if self.is_behind else self.incoming
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether ``incoming`` goes on with ``earlier``, which has to be brought up to it."""
+        return self.earlier is not None
+
+    def bring_up(self) -> None:
+        """Note that ``earlier`` has the updates that ``incoming`` has."""
+        self.earlier = None
+        waiting = self._waiting
+        self._waiting = []
+        for part in waiting:
+            self._add(part)
 
     def cancel(self) -> None:
         """Take no more parts of what was asked for."""
         self.donor = None
+
+    def forget(self) -> None:
+        """Forget what has arrived."""
+        self.incoming = None
+        self.earlier = None
+        self._waiting = []
 
     def add_part(self, run: NodeRun, number: int, payload: memoryview) -> None:
         """Add a part that has arrived, unless it belongs to an earlier request; one that cannot be read ends it.
@@ -526,16 +641,24 @@ class Recipient:
         """
         if (run, number) != (self.donor, self.requests):
             return
+        self.received_bytes += len(payload)
+        self._add(payload)
+
+    def _add(self, payload: memoryview) -> None:
         try:
-            if self._incoming is None:
-                self._incoming = Snapshot.from_header(payload, self._check)
+            if self.incoming is None:
+                self.incoming = Snapshot.from_header(payload, self._check, self.earlier)
+                if self.earlier is not None and self.incoming.arrays is not self.earlier.arrays:
+                    self.earlier = None  # this donor cannot go on with it
+            elif self.is_behind:
+                self._waiting.append(payload)
             else:
-                self._incoming.add_part(payload)
-            self.received_bytes += len(payload)
+                self.incoming.add_part(payload)
         except MessageError as error:
-            address = self._address_of(run)
+            address = "" if self.donor is None else self._address_of(self.donor)
             _LOG.warning("%s: %s; this node asks another member", address, error)
             self.cancel()
+            self.forget()
 
     def _check(self, there: Layout, params: int) -> None:
         """Refuse arrays that are not this node's, before they take memory; their state is bounded by the parameters."""
@@ -553,7 +676,7 @@ class Recipient:
     @property
     def progress(self) -> str:
         """How much of the snapshot has arrived, as text; empty: nothing."""
-        snapshot = self._incoming
+        snapshot = self.incoming
         if self.donor is None or snapshot is None:
             return ""
         missing = sum(map(len, snapshot.missing))
@@ -563,13 +686,13 @@ class Recipient:
     @property
     def expected_bytes(self) -> int:
         """Size of the snapshot that is under way; 0: unknown."""
-        arrays = [] if self._incoming is None else self._incoming.arrays
+        arrays = [] if self.incoming is None else self.incoming.arrays
         return sum(array.nbytes for array in arrays)
 
     def take(self) -> Snapshot | None:
         """Return the snapshot once all of it has arrived, and end the request; None before."""
-        snapshot = self._incoming
-        if self.donor is None or snapshot is None or snapshot.missing:
+        snapshot = self.incoming
+        if self.donor is None or snapshot is None or snapshot.missing or self.is_behind:
             return None
         self.donor = None
         return snapshot

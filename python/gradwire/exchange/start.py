@@ -170,7 +170,7 @@ class Start:
         if naming is not None:
             self._start_with_named(naming)
         elif members and not self._may_start_again(members, expected):
-            membership.enter(Phase.JOINING)
+            self._router.announce(Phase.JOINING)
         # As many nodes as were expected are here, and none of them trains the same: waiting would not help.
         elif not introductions.compatible() and introductions.misfits >= max(expected, 1):
             raise Mismatch(introductions.describe_incompatible())
@@ -232,7 +232,15 @@ class Start:
     def _start_with_named(self, hello: Hello) -> None:
         """Start with the members that the node with the lowest id has named, once all are connected."""
         compatible = self._introductions.compatible()
-        others = [run for run in hello.members if run != self._membership.run]
+        membership = self._membership
+        others = [run for run in hello.members if run != membership.run]
+        # The others may have begun, and lost a member that this node has never met, or have sent their first updates
+        # before a connection was lost: it is too late to begin with them.
+        streams = [membership.others[run] for run in others if run in membership.others]
+        is_late = any((stream.first_received or 0) > self._replica.step for stream in streams)
+        if is_late or not membership.reported.isdisjoint(others):
+            self._router.announce(Phase.JOINING)
+            return
         # A step would wait for members that are not connected yet, and suspect them. So this node begins a little later
         # than the others, whose first updates are kept meanwhile.
         if all(run in compatible for run in others):

@@ -192,12 +192,16 @@ def _put(tensor: torch.Tensor, param: torch.Tensor | None, arrays: Arrays) -> li
 
 
 def _get(saved: Sequence[Any], arrays: Arrays) -> torch.Tensor:
-    """Return a tensor of its own memory from its bytes."""
+    """Return a tensor from its bytes, in their memory if nothing else uses it."""
     place, dtype, shape, *_ = saved
     kind = getattr(torch, dtype.removeprefix("torch."))
-    if not arrays[place].size:
+    data = arrays[place]
+    if not data.size:
         return torch.empty(shape, dtype=kind)
-    return torch.from_numpy(np.array(arrays[place], np.uint8)).view(kind).reshape(shape)
+    # A snapshot has brought an array of its own for each tensor; others may be views.
+    if not (data.flags.owndata and data.flags.writeable):
+        data = np.array(data, np.uint8)
+    return torch.from_numpy(data).view(kind).reshape(shape)
 
 
 def _read(arrays: Arrays) -> Any:

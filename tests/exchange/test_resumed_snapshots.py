@@ -1,0 +1,241 @@
+"""A donor that dies in the middle of a snapshot: another one goes on where it ended, and nothing travels twice."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradwire as gw
+from gradwire.exchange import snapshot as snapshot_module
+from gradwire.exchange.protocol import TAG_NUMBERS, Kind
+from gradwire.transport import Peer
+
+from ..seeds import seeds
+from .cluster import Cluster, FakeNode, cluster
+from .test_membership import NUMEL, Trainer, assert_identical
+
+PART_BYTES = 4
+WAYS: dict[str, dict[str, Any]] = {
+    "mesh": {"topology": "mesh"},
+    "mean": {"topology": "mesh", "reduction": "mean"},
+    "sharded": {"topology": "sharded", "reduction": "mean"},
+    "momentum": {"topology": "mesh", "outer_momentum": 0.5, "reduction": "mean"},
+    "sharded, momentum": {"topology": "sharded", "outer_momentum": 0.5, "reduction": "mean"},
+    "local steps": {"every": 2, "reduction": "mean", "moves": True},
+    "residual": {"apply_residual": True, "reduction": "mean", "moves": True},
+    "dense": {"codec": "dense", "reduction": "mean"},
+}
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a snapshot travel for several steps."""
+    monkeypatch.setattr(snapshot_module, "_PART_BYTES", PART_BYTES)
+    monkeypatch.setattr(snapshot_module, "_WHOLE_BYTES", 0)
+
+
+class Parts:
+    """Counts the parts of snapshots that a node gets."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, receiver: FakeNode) -> None:
+        self.headers = 0
+        self.nbytes = 0
+        publish = FakeNode.publish
+
+        def counted(node: FakeNode, buffer: Any, tag: int = 0, to: Peer | None = None) -> Any:
+            ticket = publish(node, buffer, tag, to)
+            if tag // TAG_NUMBERS == Kind.SNAPSHOT and to == receiver.peer:
+                is_header = bytes(buffer)[:1] == b"{"
+                self.headers += is_header
+                self.nbytes += 0 if is_header else len(bytes(buffer))
+            return ticket
+
+        monkeypatch.setattr(FakeNode, "publish", counted)
+
+
+def arrived(newcomer: Trainer) -> int:
+    """Return how many bytes of a snapshot a newcomer has and could keep."""
+    resumable = newcomer.share._join._recipient.resumable
+    return 0 if resumable is None else resumable.resumable_bytes
+
+
+def kill_donor(world: Cluster, newcomer: Trainer, trainers: list[Trainer]) -> Trainer:
+    """Kill the member that gives a newcomer its snapshot."""
+    donor = newcomer.share._join._recipient.donor
+    [dead] = [one for one in trainers if donor is not None and one.node.peer.id == donor.id]
+    world.kill(dead.node)
+    return dead
+
+
+@pytest.mark.parametrize("seed", seeds(5))
+@pytest.mark.parametrize("deaths", [1, 2])
+@pytest.mark.parametrize("how", WAYS.values(), ids=WAYS)
+def test_another_member_goes_on_with_the_snapshot_of_a_donor_that_dies(
+    seed: int, deaths: int, how: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with cluster(seed) as world:
+        trainers = [Trainer(world, node_id, 60, min_peers=3, **how) for node_id in (10, 20, 30, 50)]
+        world.run(until=lambda: len(trainers[0].results) > 3)
+        newcomer = Trainer(world, 40, 60, min_peers=3, **how)
+        parts = Parts(monkeypatch, newcomer.node)
+        total = 0
+        for _ in range(deaths):
+            least = arrived(newcomer) + world.random.randint(8, 28)
+            world.run(until=lambda n=least: arrived(newcomer) >= n)
+            kill_donor(world, newcomer, trainers)
+            recipient = newcomer.share._join._recipient
+            assert recipient.resumable is not None
+            total = sum(array.nbytes for array in recipient.resumable.arrays)
+        world.run()
+    assert_identical([*trainers, newcomer])
+    # What was under way to the newcomer when the donors died has to travel again, and nothing else.
+    assert parts.headers == 1 + deaths
+    assert parts.nbytes <= total + deaths * 4 * PART_BYTES
+
+
+@pytest.mark.parametrize("seed", seeds(5))
+def test_an_asynchronous_newcomer_goes_on_with_the_snapshot_of_a_donor_that_dies(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from . import test_async_membership
+
+    trainers: list[test_async_membership.Trainer] = []
+    with cluster(seed) as world:
+        for node_id in (10, 20, 30):
+            test_async_membership.Trainer(world, trainers, node_id, min_peers=2)
+        world.run(until=lambda: len(trainers[0].node.updates) > 3)
+        test_async_membership.Trainer(world, trainers, 40, min_peers=2)
+        newcomer: Any = trainers[3]
+        parts = Parts(monkeypatch, newcomer.node)
+        least = world.random.randint(8, 60)
+        world.run(until=lambda: arrived(newcomer) >= least)
+        kill_donor(world, newcomer, trainers[:3])  # type: ignore[arg-type]
+        world.run()
+    alive = [one for one in trainers if not one.node.is_dead]
+    assert len({one.params.tobytes() for one in alive}) == 1
+    assert parts.headers == 2
+    assert parts.nbytes <= 4 * NUMEL + 4 * PART_BYTES
+
+
+@pytest.mark.parametrize("seed", seeds(5))
+@pytest.mark.parametrize("how", [WAYS["mean"], WAYS["sharded"]], ids=["mesh", "sharded"])
+def test_a_member_that_dies_or_comes_while_a_snapshot_travels_ends_with_identical_replicas(
+    seed: int, how: Any
+) -> None:
+    with cluster(seed) as world:
+        trainers = [Trainer(world, node_id, 60, min_peers=3, **how) for node_id in (10, 20, 30, 50)]
+        world.run(until=lambda: len(trainers[0].results) > 3)
+        newcomer = Trainer(world, 40, 60, min_peers=3, **how)
+        world.run(until=lambda: arrived(newcomer) >= 8)
+        second = Trainer(world, world.random.choice([5, 60]), 60, min_peers=3, **how)
+        if world.random.random() < 0.5:
+            least = world.random.randint(8, 80)
+            world.run(until=lambda: arrived(newcomer) >= least or newcomer.joined is not None)
+        dead = world.random.sample(trainers, 2)
+        world.kill(dead[0].node)
+        turn = world._turns + world.random.randint(1, 60)
+        world.plan(turn, lambda: world.kill(dead[1].node))
+        world.run()
+    assert_identical([*trainers, newcomer, second])
+
+
+def test_a_snapshot_of_another_training_or_layout_begins_at_the_first_byte() -> None:
+    arrays = [np.zeros(6, np.float32)]
+    run = gw.exchange.protocol.NodeRun(1, 1)
+    made = snapshot_module.Snapshot(5, {run: 5}, {}, arrays, 1, run, "ab")
+    earlier = snapshot_module.Snapshot.from_header(memoryview(made.header()), lambda *_: None)
+    earlier.add_part(memoryview(bytes(8)))
+    assert earlier.resumable_bytes == 8
+    goes_on = snapshot_module.Snapshot.from_header(
+        memoryview(made.header(8)), lambda *_: None, earlier
+    )
+    assert goes_on.arrays is earlier.arrays
+    assert sum(map(len, goes_on.missing)) == 16
+    made.training = "cd"
+    with pytest.raises(gw.MessageError, match="not asked for"):
+        snapshot_module.Snapshot.from_header(memoryview(made.header(8)), lambda *_: None, earlier)
+
+
+# --- real processes ---------------------------------------------------------------------------------------------------
+
+LARGE_NUMEL = 25_000_000
+MEMBER = """
+import sys, time
+import numpy as np
+import gradwire as gw
+
+node_id, numel, *ports = map(int, sys.argv[1:])
+seeds = [f"127.0.0.1:{port}" for port in ports]
+rng = np.random.default_rng(node_id)
+with gw.Node(seeds[node_id - 1], seeds, secret=bytes(range(32)), node_id=node_id) as node:
+    share = gw.Exchange(gw.Encoder(numel, gw.TargetDensity(0.01)), node, min_peers=2, apply_residual=True)
+    params = np.ones(numel, np.float32)
+    share.join(params)
+    for step in range(1_000):
+        params[rng.integers(0, numel, 50_000)] += 1e-3
+        share.step_moved(params)
+        print(step, flush=True)
+        time.sleep(0.2)
+"""
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket(type=socket.SOCK_DGRAM)) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+@pytest.mark.slow
+def test_a_donor_that_is_killed_in_the_middle_costs_a_tenth_of_the_snapshot_at_most(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.undo()  # parts of the usual size
+    ports = free_ports(3)
+    with ExitStack() as stack:
+        members = []
+        for node_id in (1, 2, 3):
+            arguments = map(str, (node_id, LARGE_NUMEL, *ports))
+            command = [sys.executable, "-c", MEMBER, *arguments]
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            members.append(process)
+        for process in members:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("0")
+        peers = [f"127.0.0.1:{port}" for port in ports]
+        node = stack.enter_context(gw.Node("127.0.0.1:0", peers, secret=bytes(range(32))))
+        encoder = gw.Encoder(LARGE_NUMEL, gw.TargetDensity(0.01))
+        options: dict[str, Any] = {"min_peers": 1, "apply_residual": True, "digest_s": 0.1}
+        share = gw.Exchange(encoder, node, **options)
+        recipient = share._join._recipient
+        has_killed = threading.Event()
+
+        def kill() -> None:
+            while recipient.received_bytes < 2 * LARGE_NUMEL:
+                time.sleep(0.001)
+            donor = recipient.donor
+            assert donor is not None
+            members[donor.id - 1].kill()
+            has_killed.set()
+
+        killer = threading.Thread(target=kill, daemon=True)
+        killer.start()
+        params = np.zeros(LARGE_NUMEL, np.float32)
+        assert share.join(params).is_late
+        killer.join()
+        assert has_killed.is_set()
+        assert recipient.requests == 2
+        assert recipient.received_bytes <= 1.1 * 4 * LARGE_NUMEL
+        while share.stats.digests < 2:  # the replicas of all nodes are the same bits
+            share.step_moved(params)
