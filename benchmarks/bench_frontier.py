@@ -30,7 +30,7 @@ from harness import Report, Row  # noqa: E402
 
 if TYPE_CHECKING:
     from recipes import Recipe
-    from training.tasks import Task
+    from training.tasks import Task, Text
 
 LOCAL_STEPS = (4, 15, 30, 100)
 # Text beside Python's documentation: the sources of these modules.
@@ -96,7 +96,7 @@ def recipes(setting: Setting, local_steps: Sequence[int] = LOCAL_STEPS) -> dict[
     return table
 
 
-def task_of(setting: Setting, held_out: int) -> Task:
+def task_of(setting: Setting, held_out: int) -> Text:
     """Return the text, with a transformer of the setting's size."""
     from training.tasks import Text, Transformer
 
@@ -134,14 +134,16 @@ def train(task: Task, make: Any, setting: Setting, rate: float, seed: int) -> di
 class Trainings:
     """The trainings of one setting, each done once; kept in a file of JSON lines where one is given."""
 
-    def __init__(self, setting: Setting, task: Task, path: Path | None) -> None:
+    def __init__(self, setting: Setting, task: Text, path: Path | None) -> None:
         self._setting, self._task, self._path = setting, task, path
         lines = path.read_text().splitlines() if path and path.exists() else []
         self._done = {self._key(**line["run"]): line["result"] for line in map(json.loads, lines)}
 
     def result(self, name: str, make: Any, rate: float, seed: int) -> dict[str, float]:
         """Return the result of one training."""
-        run = {"name": name, "rate": rate, "seed": seed, **asdict(self._setting)}
+        # Losses on another text do not compare: Python's versions differ in it.
+        where = {**asdict(self._setting), "text": self._task.digest}
+        run = {"name": name, "rate": rate, "seed": seed, **where}
         key = self._key(**run)
         if key not in self._done:
             self._done[key] = train(self._task, make, self._setting, rate, seed)

@@ -23,6 +23,7 @@ from gradwire.exchange.options import training_defaults
 from gradwire.policy import default_policy
 
 CLIP_NORM, WEIGHT_DECAY, WARMUP_STEPS = 1.0, 0.1, 40
+ADAMW_BETAS = (0.9, 0.95)
 FLOAT_BYTES, INDEX_BITS, TILE = 4, 12, 64
 PIECE_BYTES = 8  # before the messages of one part, in the sharded exchange
 
@@ -66,7 +67,7 @@ def adamw(replica: Replica) -> list[torch.optim.Optimizer]:
     """Return AdamW for all parameters, which it takes as one: it treats every element alike."""
     whole = Parameter(replica.params)
     whole.grad = replica.gradient
-    return [torch.optim.AdamW([whole], betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY)]
+    return [torch.optim.AdamW([whole], betas=ADAMW_BETAS, weight_decay=WEIGHT_DECAY)]
 
 
 def sgd(replica: Replica) -> list[torch.optim.Optimizer]:
@@ -456,7 +457,8 @@ class Gradwire(LocalSteps):
         **options: Any,
     ) -> None:
         super().__init__(*where, every=every, **options)
-        is_adaptive = options.get("inner") is not sgd
+        inner = options.get("inner", adamw)
+        is_adaptive = inner is not sgd
         policy = default_policy(self.numel, is_adaptive=is_adaptive, every=every)
         policy = policy if density is None else gw.TargetDensity(density)
         self.partition = gw.Partition(self.numel, owners) if owners else None
@@ -468,8 +470,12 @@ class Gradwire(LocalSteps):
         if outer_momentum is None:
             outer_momentum = training_defaults({"every": every})["outer_momentum"]
         self.outer_momentum, self.velocity = outer_momentum, torch.zeros(self.numel)
-        self.agreement = Agreement(is_needed=every == 1 and is_adaptive)
-        self.agreement.start()
+        is_needed = every == 1 and is_adaptive
+        self.agreement = Agreement(is_needed=is_needed)
+        self.sketchers = [Agreement(is_needed=is_needed) for _ in range(self.nodes)]
+        momentum = ADAMW_BETAS[0] if inner is adamw else 0.0
+        for own in (self.agreement, *self.sketchers):
+            own.start(momentum)
 
     def optimize(self, index: int, number: int, factor: float = 1.0) -> None:
         self.number = number
@@ -480,7 +486,7 @@ class Gradwire(LocalSteps):
             (replica.params - begin).numpy()
             for replica, begin in zip(self.replicas, self.begins, strict=True)
         ]
-        if self.agreement.takes(self.number):
+        if self.agreement.is_on:
             self.measure(updates)
         decoded = torch.zeros(self.numel)
         self.gather(updates, decoded.numpy())
@@ -521,11 +527,11 @@ class Gradwire(LocalSteps):
     def measure(self, updates: list[Any]) -> None:
         """Let sketches travel, as the notes of steps have them."""
         sketches = []
-        for update in updates:
-            own = Agreement()
-            own.start()
-            own.measure([sample_of(split(torch.from_numpy(update), self.shapes))])
-            sketches += filter(None, [own.take_own()])
+        for own, update in zip(self.sketchers, updates, strict=True):
+            own.measure(self.number, [sample_of(split(torch.from_numpy(update), self.shapes))])
+            measured = own.take_own()
+            if measured is not None and measured.sketch is not None:
+                sketches.append(measured.sketch)
         self.agreement.add(sketches)
         self.count_gathered(sum(len(json.dumps(sketch.encode())) for sketch in sketches))
 

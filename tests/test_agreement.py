@@ -28,6 +28,14 @@ def updates(agreement: float, nodes: int, numel: int, step: int) -> list[np.ndar
     return [np.float32(update / math.sqrt(numel)) for update in mixed]
 
 
+def sketch_of(agreement: Agreement, step: int, sample: np.ndarray) -> Sketch | None:
+    """Return the sketch of an update that is finite."""
+    agreement.measure(step, [sample])
+    own = agreement.take_own()
+    assert own is not None
+    return own.sketch
+
+
 def factor_of(agreement: float, nodes: int) -> float:
     return math.sqrt(1.0 / (agreement + (1.0 - agreement) / nodes))
 
@@ -43,20 +51,82 @@ def test_sketches_give_the_factor_of_whole_updates(
     for step in range(STEPS):
         sketches = []
         for update in updates(agreement, nodes, numel, step):
-            if measured.is_due(step):
-                measured.measure([sample_of([update[: numel // 3], update[numel // 3 :]])])
-                own = measured.take_own()
-                assert own is not None
-                sketches.append(Sketch.decode(json.loads(json.dumps(own.encode()))))
+            assert measured.is_due()
+            sample = sample_of([update[: numel // 3], update[numel // 3 :]])
+            sketch = sketch_of(measured, step, sample)
+            assert (sketch is not None) == measured.takes(step)
+            if sketch is not None:
+                sketches.append(Sketch.decode(json.loads(json.dumps(sketch.encode()))))
         measured.add(sketches)
     assert measured.factor == pytest.approx(factor_of(agreement, nodes), rel=0.04)
+
+
+@pytest.mark.parametrize("momentum", [0.5, 0.9, 0.98])
+@pytest.mark.parametrize("agreement", [0.0, 0.1, 1.0])
+def test_momentum_does_not_hide_the_noise_of_gradients(agreement: float, momentum: float) -> None:
+    nodes, numel = 8, 20_000
+    measured = [Agreement() for _ in range(nodes)]
+    plain = Agreement()
+    for own in measured:
+        own.start(momentum)
+    plain.start()
+    means = np.zeros((nodes, numel))
+    common = np.random.default_rng(0).standard_normal(numel)
+    for step in range(STEPS):
+        noise = np.random.default_rng(step + 1).standard_normal((nodes, numel))
+        gradients = math.sqrt(agreement) * common + math.sqrt(1.0 - agreement) * noise
+        means = momentum * means + (1.0 - momentum) * gradients
+        # A rate that rises at first, as in a warm-up.
+        rate = min(1.0, (step + 1) / 20) * 0.01
+        moved = -rate * means / (1.0 - momentum ** (step + 1))
+        sketches = [
+            sketch_of(own, step, update) for own, update in zip(measured, moved, strict=True)
+        ]
+        measured[0].add([sketch for sketch in sketches if sketch is not None])
+        sketches = [sketch_of(plain, step, update) for update in moved]
+        plain.add([sketch for sketch in sketches if sketch is not None])
+    right = factor_of(agreement, nodes)
+    assert measured[0].factor == pytest.approx(right, rel=0.1)
+    # Of whole updates most of the noise is averaged away already.
+    assert plain.factor < 0.8 * right or agreement != 0.1
+
+
+def test_what_an_update_adds_is_unknown_without_the_one_before_but_its_norm_is_not() -> None:
+    def begun() -> Agreement:
+        agreement = Agreement(limits_norms=True)
+        agreement.start(0.9)
+        return agreement
+
+    updates_of_steps = np.random.default_rng(0).standard_normal((3, 500))
+    whole = begun()
+    sketches = [sketch_of(whole, step, update) for step, update in enumerate(updates_of_steps)]
+    assert None not in sketches  # the first update repeats nothing
+    late = begun()
+    late.measure(1, [updates_of_steps[1]])
+    own = late.take_own()
+    assert own is not None
+    assert own.norm == pytest.approx(np.linalg.norm(updates_of_steps[1]))
+    assert own.sketch is None
+    # A step that the optimiser left out changes nothing, and a checkpoint continues exactly.
+    assert sketch_of(late, 1, np.zeros(500)) is None
+    continued = begun()
+    continued.load_previous(late.previous())
+    for agreement in (late, continued):
+        sketch = sketch_of(agreement, 2, updates_of_steps[2])
+        assert sketch is not None
+        assert sketches[2] is not None
+        assert sketch.encode() == sketches[2].encode()
+    # A worker more, or more parameters: what was before is of another kind.
+    late.measure(3, [updates_of_steps[0], updates_of_steps[1]])
+    own = late.take_own()
+    assert own is not None
+    assert own.sketch is None
 
 
 def test_a_sketch_is_small_and_nothing_else_is_taken_for_one() -> None:
     measured = Agreement()
     measured.start()
-    measured.measure([np.random.default_rng(0).standard_normal(1_000)])
-    sketch = measured.take_own()
+    sketch = sketch_of(measured, 0, np.random.default_rng(0).standard_normal(1_000))
     assert sketch is not None
     document = sketch.encode()
     assert len(json.dumps(document)) < 800
@@ -77,7 +147,7 @@ def test_a_sketch_is_small_and_nothing_else_is_taken_for_one() -> None:
 def test_an_update_that_is_not_finite_is_not_measured() -> None:
     measured = Agreement()
     measured.start()
-    measured.measure([np.array([1.0, math.nan])])
+    measured.measure(0, [np.array([1.0, math.nan])])
     assert measured.take_own() is None
 
 

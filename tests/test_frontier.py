@@ -214,6 +214,25 @@ def test_bytes_are_those_of_the_recipes(bench: Any, task: Any) -> None:
     assert sparse.received == pytest.approx(3 * gathered * (kept * 14 / 8 + 20 * len(sparse.tiles)))
 
 
+def test_a_loss_on_another_text_is_not_taken_for_one_on_this(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    benchmark, made = bench
+    setting = benchmark.Setting(nodes=2, steps=2, width=8, layers=2, context=4, batch=2)
+
+    def loss() -> float:
+        trainings = benchmark.Trainings(setting, benchmark.task_of(setting, 4), path)
+        return float(trainings.result("ddp", made.Dense, RATE, 0)["loss"])
+
+    path = tmp_path / "results"
+    before = loss()
+    monkeypatch.setattr(benchmark, "MODULES", benchmark.MODULES[::-1])
+    assert loss() != before
+    monkeypatch.undo()
+    assert loss() == before
+    assert path.read_text().count("\n") == 2
+
+
 def test_a_run_continues_where_it_was_interrupted_and_draws_a_picture(tmp_path: Path) -> None:
     command = [sys.executable, BENCHMARKS / "bench_frontier.py", "--nodes", "2", "--seeds", "1"]
     command += ["--steps", "4", "--width", "8", "--layers", "2", "--context", "4", "--batch", "2"]

@@ -16,6 +16,7 @@ optax: Any = pytest.importorskip("optax", reason="optax is not installed")
 
 import gradwire as gw  # noqa: E402
 import gradwire.jax  # noqa: E402
+from gradwire.agreement import Agreement  # noqa: E402
 
 pytestmark = pytest.mark.jax
 
@@ -68,6 +69,24 @@ def test_adaptive_optimizers_have_a_higher_default_density(
     monkeypatch.setattr(gradwire.jax, "training_for", keep)
     gradwire.jax.share(make(0.05)).init(jax.numpy.zeros(2_000_000))
     assert made[0].exchange._groups.encoders[0].policy.density == default
+
+
+@pytest.mark.parametrize(("make", "momentum"), [(optax.adamw, 0.9), (optax.rmsprop, 0.0)])
+def test_what_adam_s_momentum_repeats_is_not_measured(
+    make: Any, momentum: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[float] = []
+    start = Agreement.start
+
+    def keep(agreement: Agreement, momentum: float = 0.0) -> None:
+        begun.append(momentum)
+        start(agreement, momentum)
+
+    monkeypatch.setattr(Agreement, "start", keep)
+    with gradwire.jax.share(make(0.05), density=0.5) as optimizer:
+        optimizer.init(jax.numpy.zeros(4))
+        optimizer.join()
+    assert begun == [momentum]
 
 
 @pytest.mark.parametrize("at", [0, 1, 8])

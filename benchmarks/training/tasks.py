@@ -9,6 +9,8 @@ or 16 images of 12 x 12 pixels.
 
 from __future__ import annotations
 
+import zlib
+
 import numpy as np
 import torch
 from torch import nn
@@ -123,7 +125,11 @@ class Transformer(nn.Module):
 
 
 class Text(Task):
-    """The documentation that ``help()`` shows, as ASCII: English prose that comes with every Python."""
+    """The documentation that ``help()`` shows, as ASCII: English prose that comes with every Python.
+
+    Attributes:
+        digest: check sum of the text.
+    """
 
     BATCH, HELD_OUT, CONTEXT = 2, 32, 32
     learning_rate, target, clip_norm, outer_momentum = 0.1, 2.3, 1.0, 0.5
@@ -132,6 +138,7 @@ class Text(Task):
 
     def __init__(self) -> None:
         text = self.text().encode("ascii", "replace")
+        self.digest = zlib.crc32(text)
         self._symbols = torch.from_numpy(np.int64(np.frombuffer(text, np.uint8)))
         self._training, last = len(text) * 9 // 10, len(text) - self.CONTEXT - 2
         starts = torch.linspace(self._training, last, self.HELD_OUT, dtype=torch.int64)

@@ -3,9 +3,11 @@
 An adaptive optimiser divides by the size of its own gradients, noise included. Where the nodes' gradients agree, the
 mean of the nodes' updates is as long as the update of their mean gradient would be; where they are independent noise,
 it is shorter by the square root of the number of nodes. The factor k = sqrt(mean of |u|^2 / |mean of u|^2) is right at
-both ends. |mean of u|^2 would take an exchange of whole updates, so every node sends a linear sketch of a sample of its
-update: the sketches of all nodes add up to the sketch of the sum, whose norm is that of the sum but for some per cent,
-and a mean over steps takes care of these.
+both ends, if u is what the gradient of one step adds. With momentum an update repeats most of the one before, which
+averages much of the noise away, but the optimiser has divided by the size of single gradients: so what is repeated is
+subtracted. |mean of u|^2 would take an exchange of whole updates, so every node sends a linear sketch of a sample of
+u: the sketches of all nodes add up to the sketch of the sum, whose norm is that of the sum but for some per cent, and a
+mean over steps takes care of these.
 """
 
 from __future__ import annotations
@@ -23,11 +25,12 @@ from numpy.typing import NDArray
 
 from .arrays import device_of, on_host
 
-__all__ = ["Agreement", "Sketch", "checked_state", "sample_of"]
+__all__ = ["Agreement", "Measured", "Sketch", "checked_state", "sample_of"]
 
 _SAMPLE_NUMEL = 1 << 16
 _BLOCK_NUMEL = 64
 _BUCKETS = 512
+_REMEMBERED_NUMEL = 1 << 12  # of a sample, because checkpoints have it
 _LARGEST = 1e100  # squares of it are finite
 
 # Gradients agree most, and change their agreement fastest, when a training begins.
@@ -47,12 +50,12 @@ _MIXER = np.uint64(0xBF58476D1CE4E5B9)
 
 
 class Sketch(NamedTuple):
-    """What a node tells of its update of one step, or of its workers' updates.
+    """What a node tells of what one step adds to its update, or to its workers' updates.
 
     Attributes:
         updates: number of the updates.
-        squares: sum of their squared norms.
-        buckets: linear sketch of their sum.
+        squares: sum of the squared norms.
+        buckets: linear sketch of the sum.
     """
 
     updates: int
@@ -66,11 +69,6 @@ class Sketch(NamedTuple):
         quantized = np.rint(self.buckets / scale if scale else self.buckets).astype(np.int8)
         text = base64.b64encode(quantized.tobytes()).decode()
         return [self.updates, self.squares, scale, text]
-
-    @property
-    def norm(self) -> float:
-        """The norm of the update; with several, the root of their mean square."""
-        return math.sqrt(self.squares / self.updates)
 
     def scaled(self, factor: float) -> Sketch:
         """Return the sketch of the update times a factor."""
@@ -86,6 +84,18 @@ class Sketch(NamedTuple):
         if quantized.size != _BUCKETS or not 0 < sketch.updates < _LARGEST or not are_sane:
             raise ValueError(f"a sketch of {quantized.size} sums and {updates} updates")
         return sketch
+
+
+class Measured(NamedTuple):
+    """What is known of this node's update of one step.
+
+    Attributes:
+        norm: of the update; with several workers', the root of their mean square.
+        sketch: None where it is not to be told, or not known.
+    """
+
+    norm: float
+    sketch: Sketch | None
 
 
 def sample_of(arrays: Sequence[Any]) -> NDArray[np.float64]:
@@ -131,16 +141,24 @@ class Agreement:
         self._is_needed = is_needed
         self._median = 0.0  # of the members' norms; 0.0: unknown
         self._shortened = 0
-        self._own: Sketch | None = None
+        self._own: Measured | None = None
+        self._momentum = 0.0
+        self._previous: list[NDArray[np.float32]] = []  # samples of the last updates, with momentum
         # Means over steps, both multiplied by the same number: of the updates' squared norms, and of the squared norm
         # of their mean.
         self._squares = 0.0
         self._mean_squares = 0.0
         self._updates = 1
 
-    def start(self) -> None:
-        """Measure from now on; on all nodes."""
+    def start(self, momentum: float = 0.0) -> None:
+        """Measure from now on; on all nodes.
+
+        Args:
+            momentum: share of an update that the next one repeats, as the first of Adam's betas; 0.0 also for an
+                optimiser whose updates have one size whatever the momentum averages, as Lion and Muon.
+        """
         self.is_on = self._is_needed
+        self._momentum = momentum
 
     @property
     def factor(self) -> float:
@@ -154,25 +172,47 @@ class Agreement:
         """Return whether the members tell each other of their updates of ``step``."""
         return (self.is_on or self.limits_norms) and (step < _DENSE_STEPS or step % _EVERY == 0)
 
-    def is_due(self, step: int) -> bool:
-        """Return whether this node's update of ``step`` is still to be measured."""
-        return self._own is None and (self.limits_norms or self.takes(step))
+    def is_due(self) -> bool:
+        """Return whether this node's next update is still to be measured."""
+        return self._own is None and (self.limits_norms or self.is_on)
 
-    def measure(self, samples: Iterable[NDArray[np.float64]]) -> None:
-        """Sketch this node's update of the next step, or its workers' updates, from a sample of each."""
+    def measure(self, step: int, samples: Iterable[NDArray[np.float64]]) -> None:
+        """Measure this node's update of ``step``, or its workers' updates, by a sample of each."""
         listed = list(samples)
-        squares = float(sum(np.square(sample).sum() for sample in listed))
+        squares = _squares_of(listed)
         # An update that is not finite is refused, or sent without these elements: it says nothing about agreement.
-        if listed and squares < _LARGEST:
-            buckets = np.zeros(_BUCKETS)
-            if self.is_on:
-                buckets = _sums_of(sum(listed[1:], start=listed[0]))
-            sketch = Sketch(len(listed), squares, buckets)
-            # As the others get it: all nodes have to compute the same factor.
-            self._own = Sketch.decode(sketch.encode())
+        if not listed or not squares < _LARGEST:
+            return
+        sketch = None
+        # Where the optimiser was not called, as after an overflow, nothing is repeated either.
+        if self.is_on and (squares > 0.0 or not self._momentum):
+            added = self._added(step, listed)
+            if added and self.takes(step):
+                buckets = _sums_of(sum(added[1:], start=added[0]))
+                own = Sketch(len(added), _squares_of(added), buckets)
+                # As the others get it: all nodes have to compute the same factor.
+                sketch = Sketch.decode(own.encode())
+        self._own = Measured(math.sqrt(squares / len(listed)), sketch)
 
-    def take_own(self) -> Sketch | None:
-        """Return this node's sketch, for the note of its update; it is given once."""
+    def _added(self, step: int, samples: list[NDArray[np.float64]]) -> list[NDArray[np.float64]]:
+        """Return the samples without what they repeat of the last updates; empty if these are not known."""
+        if not self._momentum:
+            return samples
+        samples = [_thinned(sample) for sample in samples]
+        # Adam's momentum is divided by 1 - momentum^(steps taken). The learning rate changes too slowly to matter.
+        repeated = (
+            self._momentum * (1.0 - self._momentum**step) / (1.0 - self._momentum ** (step + 1))
+        )
+        previous = self._previous
+        self._previous = [np.float32(sample) for sample in samples]
+        if not repeated:
+            return samples
+        if [sample.size for sample in samples] != [sample.size for sample in previous]:
+            return []
+        return [sample - repeated * last for sample, last in zip(samples, previous, strict=True)]
+
+    def take_own(self) -> Measured | None:
+        """Return what is known of this node's update, for the note of its step; it is given once."""
         own = self._own
         self._own = None
         return own
@@ -223,6 +263,14 @@ class Agreement:
         self._squares, self._mean_squares, updates = checked_state(state)
         self._updates = int(updates)
 
+    def previous(self) -> list[NDArray[np.float32]]:
+        """Return samples of this node's last update, or of its workers', for checkpoints; empty without momentum."""
+        return [sample.copy() for sample in self._previous]
+
+    def load_previous(self, samples: Sequence[Any]) -> None:
+        """Continue from ``previous``."""
+        self._previous = [np.array(sample, np.float32) for sample in samples]
+
 
 def checked_state(state: Any) -> list[float]:
     """Return the state of an agreement, which may come from another machine; raise `ValueError` if it is none."""
@@ -233,6 +281,19 @@ def checked_state(state: Any) -> list[float]:
     if not 1.0 <= updates < _LARGEST:
         raise ValueError(f"a sketch of {updates} updates")
     return [squares, mean_squares, updates]
+
+
+def _thinned(sample: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return blocks of a sample at regular distances, or all of a small one."""
+    times = -(-sample.size // _REMEMBERED_NUMEL)
+    if times <= 1:
+        return sample
+    span = _BLOCK_NUMEL * times
+    return sample[: sample.size // span * span].reshape(-1, span)[:, :_BLOCK_NUMEL].reshape(-1)
+
+
+def _squares_of(samples: Sequence[NDArray[np.float64]]) -> float:
+    return float(sum(np.square(sample).sum() for sample in samples))
 
 
 def _sums_of(sample: NDArray[np.float64]) -> NDArray[np.float64]:

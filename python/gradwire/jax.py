@@ -22,6 +22,9 @@ __all__ = ["ShareState", "share"]
 
 # Fields of optax's states that hold a running mean of squares: Adam and its like, RMSprop, Adagrad, Adafactor.
 _SQUARES = {"nu", "sum_of_squares", "v_row", "e_g"}
+# A running mean of gradients, as Adam's; optax keeps its share, b1, in a closure, so the usual one is taken.
+_MEANS = {"mu"}
+_MOMENTUM = 0.9
 
 # Updates in which weight decay is looked for: a schedule may begin at zero, and steps may be accumulated.
 _TRIAL_STEPS = 8
@@ -170,6 +173,7 @@ class _SharedUpdates:
         self._expected: list[list[Any]] = []
         self._has_joined = False
         self._is_adaptive = False
+        self._momentum = 0.0
         self._decay: _Decay | None = None
         self._training: Training | None = None
         self._last_shared: list[Any] | None = None  # after the end
@@ -182,7 +186,8 @@ class _SharedUpdates:
         leaves, self._tree = jax.tree.flatten(params)
         self._leaves = [np.array(leaf) for leaf in leaves]
         inner = self._optimizer.init(params)
-        self._is_adaptive = _has_squares(inner)
+        self._is_adaptive = _has_any(_SQUARES, inner)
+        self._momentum = _MOMENTUM if self._is_adaptive and _has_any(_MEANS, inner) else 0.0
         has_factor = self._is_adaptive if self._scale == "auto" else self._scale != 1.0
         decay = _Decay(self._optimizer, params) if has_factor else None
         self._decay = decay if decay is not None and decay.is_apart() else None
@@ -199,7 +204,7 @@ class _SharedUpdates:
         """Take part from now on; return the parameters to begin with."""
         training = self._opened()
         if self._scale == "auto" and self._is_adaptive:
-            training.exchange.agreement.start()
+            training.exchange.agreement.start(self._momentum)
         training.exchange.join(self._leaves, equalize=True)
         self._has_joined = True
         # A caller that goes on with other parameters than it is given here has not written them.
@@ -363,8 +368,9 @@ def _is_close(array: Any, expected: Any) -> bool:
     return bool((np.abs(array - expected) <= bound).all())
 
 
-def _has_squares(state: Any) -> bool:
-    """Return whether a part of an optimiser's state is a mean of squares."""
+def _has_any(names: set[str], state: Any) -> bool:
+    """Return whether a part of an optimiser's state has a field of one of these names."""
     if not isinstance(state, (tuple, list)):
-        return hasattr(state, "inner_state") and _has_squares(state.inner_state)
-    return bool(_SQUARES & set(getattr(state, "_fields", ()))) or any(map(_has_squares, state))
+        return hasattr(state, "inner_state") and _has_any(names, state.inner_state)
+    is_here = bool(names & set(getattr(state, "_fields", ())))
+    return is_here or any(_has_any(names, part) for part in state)

@@ -220,6 +220,42 @@ def test_weight_decay_beside_the_update_has_no_factor(make: Any, decays_apart: b
     assert judge(make(model().parameters())).decays_apart is decays_apart
 
 
+class Lion(Decaying):
+    """Takes the signs of a running mean."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, is_apart=True)
+        for group in self.param_groups:
+            group["betas"] = (0.9, 0.99)
+
+
+class OwnAdam(Scratch):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        for group in self.param_groups:
+            group["betas"] = (0.9, 0.99)
+
+
+@pytest.mark.parametrize(
+    ("make", "momentum"),
+    [
+        (lambda params: torch.optim.AdamW(params, betas=(0.8, 0.95)), 0.8),
+        (lambda params: torch.optim.NAdam(params), 0.9),
+        (Plain, 0.9),
+        (OwnAdam, 0.9),
+        (lambda params: Lookahead(torch.optim.Adam(params)), 0.9),
+        (lambda params: torch.optim.Adam(params, betas=(0.0, 0.99)), 0.0),
+        (lambda params: torch.optim.RMSprop(params), 0.0),
+        (lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), 0.0),
+        (Lion, 0.0),
+    ],
+)
+def test_momentum_counts_where_the_size_of_single_gradients_divides_it(
+    make: Any, momentum: float
+) -> None:
+    assert judge(make(model().parameters())).momentum == momentum
+
+
 @pytest.mark.parametrize(
     "make", [torch.optim.AdamW, lambda params, **_: Decaying(params, is_apart=True)]
 )

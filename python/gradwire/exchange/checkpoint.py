@@ -17,7 +17,7 @@ from .replica import Replica
 
 __all__ = ["extend_state", "load_state", "params_of", "redistribute", "state_of"]
 
-_FORMAT = 4
+_FORMAT = 5
 _WHAT = "state of an exchange"
 _KEYS = {
     "step",
@@ -28,6 +28,7 @@ _KEYS = {
     "outer_velocity",
     "owner",
     "agreement",
+    "last_updates",
     "training",
 }
 
@@ -63,6 +64,7 @@ def state_of(replica: Replica, training: str, params: Any = None) -> dict[str, A
         "outer_velocity": copies(total.velocity) if isinstance(total, MomentumSum) else [],
         "owner": replica.owner_state(),
         "agreement": replica.agreement.state(),
+        "last_updates": replica.agreement.previous(),
         "training": training,
     }
 
@@ -107,6 +109,7 @@ def load_state(state: dict[str, Any], replica: Replica) -> None:
     if isinstance(total, MomentumSum):
         total.load_velocity(state["outer_velocity"])
     replica.agreement.load(state["agreement"])
+    replica.agreement.load_previous(state["last_updates"])
     replica.load_shared(state["shared"], state["local_steps"])
     # Who owns which part is known only when the training begins, perhaps with other nodes: until then the owner's state
     # is kept as it is.

@@ -116,18 +116,18 @@ class Step:
         replica = self._replica
         agreement = replica.agreement
         knows_update = update is not None or replica.shared
-        if knows_update and agreement.is_due(replica.step):
+        if knows_update and agreement.is_due():
             replica.add_late_parts(params)
-            agreement.measure([replica.sample(update, params)])
-        sketch = agreement.take_own()
-        if sketch is None:
+            agreement.measure(replica.step, [replica.sample(update, params)])
+        own = agreement.take_own()
+        if own is None:
             return 1.0
         # The members' norms are of an earlier step: a node that waited for this step's would need one more round trip.
-        factor = agreement.shorten(sketch.norm)
+        factor = agreement.shorten(own.norm)
         if factor < 1.0 or agreement.takes(replica.step):
             self._notes.announce_update(
-                sketch.norm if agreement.limits_norms else None,
-                sketch.scaled(factor) if agreement.is_on else None,
+                own.norm if agreement.limits_norms else None,
+                None if own.sketch is None else own.sketch.scaled(factor),
             )
         return factor
 

@@ -76,6 +76,7 @@ def state_of(
         # Tuples, because a distributed checkpoint stores and loads a tuple as a whole: the state before the first step,
         # into which it is loaded, has no velocity and owns nothing.
         state["outer_velocity"] = tuple(state["outer_velocity"])
+        state["last_updates"] = tuple(state["last_updates"])
         state["owner"] = (state["owner"],)
     tensors = list(map(torch.from_numpy, params))
     state["local"] = tuple(map(_pack, tensors, bases))
@@ -136,6 +137,7 @@ class LoadedState:
                 [state["owner"]] = state["owner"]
             # Some of torch's functions drop empty tuples.
             state["outer_velocity"] = list(state.get("outer_velocity", ()))
+            state["last_updates"] = list(state.get("last_updates", ()))
             # Infinite elements are no part of any sum.
             finite = [np.where(np.isinf(array), array.dtype.type(0), array) for array in shared]
             exchange.load_state_dict({**state, "shared": finite})

@@ -40,6 +40,15 @@ _DECAYING_APART = (
     *([torch.optim.Muon] if hasattr(torch.optim, "Muon") else []),
 )
 
+# Those that divide a running mean of gradients, with the share betas[0], by the size of single gradients.
+_AVERAGING = (
+    torch.optim.Adam,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.SparseAdam,
+)
+
 # Those whose updates are not proportional to "lr": a minimum with another rate, or only the first step's size.
 _BOUNDED_RATE = (torch.optim.Adafactor, torch.optim.Rprop, torch.optim.ASGD)
 
@@ -49,6 +58,9 @@ _STEPS = 12
 # is normalised.
 _GRADIENT = 2.0**-7
 _FACTOR = 1024.0
+# Random gradients, averaged, make updates shorter than this share of the learning rate; those of an optimiser that
+# normalises the mean itself, like Lion, have one size.
+_AVERAGED = 0.6
 # The learning rate of a trial, and of its last step, where a bound on the rate shows.
 _RATE = 2.0**-7
 _LAST_RATE = 8.0
@@ -69,12 +81,15 @@ class Judgement:
         reason: how that is known.
         decays_apart: whether weight decay shrinks the parameters beside the update that the gradient causes, as AdamW's
             does, rather than being added to the gradient.
+        momentum: share of an update that the next one repeats, where the optimiser is adaptive and divides by the size
+            of single gradients, as Adam does; otherwise 0.0.
     """
 
     is_adaptive: bool
     follows_rate: bool
     reason: str
     decays_apart: bool = False
+    momentum: float = 0.0
 
 
 def judge(optimizer: torch.optim.Optimizer) -> Judgement:
@@ -132,7 +147,8 @@ def _judge_class(optimizer: torch.optim.Optimizer) -> Judgement | None:
         group.get("decoupled_weight_decay", is_apart) for group in optimizer.param_groups
     )
     reason = f"it is torch.optim.{base.__name__}"
-    return Judgement(base in _ADAPTIVE, follows, reason, decays_apart)
+    momentum = _momentum_of(optimizer) if base in _AVERAGING else 0.0
+    return Judgement(base in _ADAPTIVE, follows, reason, decays_apart, momentum)
 
 
 def _judge_inner(optimizer: torch.optim.Optimizer) -> Judgement | None:
@@ -141,13 +157,25 @@ def _judge_inner(optimizer: torch.optim.Optimizer) -> Judgement | None:
         if isinstance(inner, torch.optim.Optimizer):
             judgement = judge(inner)
             return Judgement(
-                judgement.is_adaptive, False, f"it wraps another one, of which {judgement.reason}"
+                judgement.is_adaptive,
+                False,
+                f"it wraps another one, of which {judgement.reason}",
+                momentum=judgement.momentum,
             )
     return None
 
 
 def _has_rates(optimizer: torch.optim.Optimizer) -> bool:
     return all(_is_rate(group.get("lr")) for group in optimizer.param_groups)
+
+
+def _momentum_of(optimizer: torch.optim.Optimizer) -> float:
+    """Return the first of the betas of an optimiser's first group, 0.0 if it has none."""
+    betas = optimizer.param_groups[0].get("betas")
+    if not isinstance(betas, (list, tuple)) or not betas:
+        return 0.0
+    momentum = float(betas[0])
+    return momentum if 0.0 <= momentum < 1.0 else 0.0
 
 
 def _is_rate(rate: Any) -> bool:
@@ -179,11 +207,14 @@ def _try_out(optimizer: torch.optim.Optimizer) -> Judgement:
     if not 0.0 <= growth <= 2.0 * _FACTOR:
         raise ValueError(f"its update became {growth:g} times as large")
     follows = _has_rates(optimizer) and torch.allclose(twice, 2.0 * update, rtol=1e-3, atol=1e-6)
+    is_adaptive = growth < _FACTOR**0.5
+    is_averaged = float(update.square().mean()) ** 0.5 < _AVERAGED * _LAST_RATE
     return Judgement(
-        growth < _FACTOR**0.5,
+        is_adaptive,
         follows,
         f"gradients {_FACTOR:g} times as large made its update {growth:.3g} times as large",
         decays_apart,
+        _momentum_of(optimizer) if is_adaptive and is_averaged else 0.0,
     )
 
 

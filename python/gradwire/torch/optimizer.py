@@ -265,7 +265,7 @@ class SharedOptimizer(torch.optim.Optimizer):
             staging.mark_constants()
         self._set_values(self._local)
         if self._scale == "auto" and self._judgement is not None and self._judgement.is_adaptive:
-            self.exchange.agreement.start()
+            self.exchange.agreement.start(self._judgement.momentum)
         joined = self.exchange.join(*self._memory, equalize=self._equalizes)
         if joined.is_late or not self.exchange.has_local_steps:
             self._store()
