@@ -15,6 +15,7 @@ import argparse
 import os
 import statistics
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
 from itertools import product
@@ -66,21 +67,36 @@ def take_steps(pipe: Connection, rank: int, host: str, elements: int, way: str, 
         pipe.recv()
 
 
-def measured(nodes: int, mbit: int, elements: int, way: str, steps: int) -> Any:
-    """Return the seconds of every step of the first node, and the bytes that the mean node receives in a step."""
+def on_links(
+    nodes: int, mbit: int, burst_bytes: int, node: Callable[..., None], *arguments: Any
+) -> list[Any]:
+    """Return what ``node(pipe, rank, host, *arguments)`` reports in every process behind a link; 0 Mbit/s: loopback.
+
+    Every node sends its address, receives all of them, and reports; it ends when it is told to.
+    """
     unlimited = nullcontext((["127.0.0.1"] * nodes, []))
-    burst_bytes = min(BURST_BYTES, 625 * mbit)  # 5 ms: larger buckets fill while a step computes
     with network(nodes, mbit, burst_bytes) if mbit else unlimited as (hosts, commands):
         spaces = tuple(command[-1] for command in commands)
-        calls = [(take_steps, rank, host, elements, way, steps) for rank, host in enumerate(hosts)]
+        calls = [(node, rank, host, *arguments) for rank, host in enumerate(hosts)]
         with children(*calls, namespaces=spaces) as pipes:
             addresses = [pipe.recv() for pipe in pipes]
             for pipe in pipes:
                 pipe.send(addresses)
-            found = [pipe.recv() for pipe in pipes]
+            reports = [pipe.recv() for pipe in pipes]
             for pipe in pipes:
                 pipe.send("end")
-    return found[0][0], statistics.mean(received for _, received in found)
+    return reports
+
+
+def measured(nodes: int, mbit: int, elements: int, way: str, steps: int) -> Any:
+    """Return the seconds of every step of the first node, and the bytes that the mean node receives in a step."""
+    reports = on_links(nodes, mbit, burst_of(mbit), take_steps, elements, way, steps)
+    return reports[0][0], statistics.mean(received for _, received in reports)
+
+
+def burst_of(mbit: int) -> int:
+    """Return the size of a token bucket that holds 5 ms: a larger one fills while a step computes."""
+    return min(BURST_BYTES, 625 * mbit)
 
 
 def main() -> None:

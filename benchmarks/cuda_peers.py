@@ -34,39 +34,6 @@ def torch_eager(residual: Any, update: Any) -> Run:
     return run
 
 
-def torch_topk(residual: Any, update: Any) -> Run:
-    """The largest 1 % instead of a threshold."""
-
-    def run() -> object:
-        residual.add_(update)
-        return torch.topk(residual.abs(), residual.numel() // 100, sorted=False)
-
-    return run
-
-
-def cupy_kernel(residual: Any, update: Any) -> Run:
-    """A fused elementwise kernel of CuPy's, then flatnonzero."""
-    try:
-        import cupy
-    except ImportError:
-        raise Missing("CuPy is not installed") from None
-    take = cupy.ElementwiseKernel(
-        "float32 u, float32 t",
-        "float32 r, int8 flag",
-        "r += u; flag = fabsf(r) >= t; if (flag) r -= copysignf(t, r);",
-        "take",
-    )
-    r, u = cupy.from_dlpack(residual), cupy.from_dlpack(update)
-    flags = cupy.empty(r.shape, cupy.int8)
-
-    def run() -> object:
-        with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
-            take(u, cupy.float32(1.0), r, flags)
-            return cupy.flatnonzero(flags)
-
-    return run
-
-
 if triton is not None:
 
     @triton.jit
@@ -105,7 +72,5 @@ def triton_kernel(residual: Any, update: Any) -> Run:
 # How many times as fast an encode should be, and the prediction.
 PEERS: dict[str, tuple[Callable[[Any, Any], Run], float, float]] = {
     "torch eager, threshold and residual": (torch_eager, 8.0, 2.5),
-    "torch.topk, 1 %": (torch_topk, 50.0, 25.0),
-    "CuPy, fused kernel and flatnonzero": (cupy_kernel, 8.0, 4.0),
     "Triton, one kernel that lists": (triton_kernel, 1.5, 1.05),
 }

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in under ten minutes and without a network: build, tests, compute-sanitizer, bench_cuda.py.
-# Needs Python with NumPy, torch, pybind11, scikit-build-core and pytest, CMake, ninja and nvcc; CuPy and Triton are
-# references where they are installed. Every part runs even if one before it failed.
+# Needs Python with NumPy, torch, pybind11, scikit-build-core and pytest, CMake, ninja and nvcc; Triton is a
+# reference where it is installed. Every part runs even if one before it failed.
 #
 #   benchmarks/gpu_check.sh [folder for the results, default: gpu-check]
 set -uo pipefail

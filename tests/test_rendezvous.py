@@ -144,6 +144,63 @@ def test_a_variable_that_is_no_number_is_named(variables: dict[str, str], match:
         placement(variables)
 
 
+@pytest.mark.parametrize(
+    ("variables", "match"),
+    [
+        ({"RANK": "0"}, "RANK is 0, but WORLD_SIZE is not set"),
+        ({"WORLD_SIZE": "4", "MASTER_ADDR": "host0"}, "WORLD_SIZE is 4, but RANK is not set"),
+        ({"PMI_RANK": "1"}, "PMI_RANK is 1, but PMI_SIZE is not set"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE is 2, but OMPI_COMM_WORLD_RANK"),
+        ({**TORCHRUN, "RANK": "8"}, "torchrun: rank 8 of 8 processes: ranks are 0 to 7"),
+        ({**TORCHRUN, "LOCAL_RANK": "2"}, "local rank 2 of 2 processes on this machine"),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "16"}, "16 processes on this machine, but 8 in all"),
+        ({**SLURM, "SLURM_PROCID": "5"}, "SLURM: rank 5 of 5"),
+        ({**OMPI, "OMPI_COMM_WORLD_RANK": "3"}, "Open MPI: rank 3 of 2"),
+        ({"JOB_COMPLETION_INDEX": "2", "GRADWIRE_MIN_PEERS": "1"}, "Kubernetes: rank 2 of 2"),
+    ],
+)
+def test_variables_that_are_half_there_or_contradict_each_other_are_named(
+    variables: dict[str, str], match: str
+) -> None:
+    with pytest.raises(ValueError, match=match):
+        placement(variables)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"PMIX_RANK": "0", "PMIX_NAMESPACE": "prterun-7"},
+        {"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2"},
+        {"MV2_COMM_WORLD_RANK": "0", "MV2_COMM_WORLD_SIZE": "2"},
+        {"SM_HOSTS": '["algo-1","algo-2"]', "SM_CURRENT_HOST": "algo-1"},
+    ],
+)
+def test_a_launcher_that_is_not_read_is_named_before_a_training_alone(
+    variables: dict[str, str],
+) -> None:
+    place = placement(variables)
+    assert place.expected_peers() == 0
+    assert f"{next(iter(variables))} says" in place.hint
+    assert "MASTER_ADDR" in place.hint
+    addressed = placement({**variables, "GRADWIRE_PEERS": "10.1.1.7:40123"})
+    assert (addressed.hint, addressed.peers) == ("", ("10.1.1.7:40123",))
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"WORLD_SIZE": "1"},
+        {"SM_HOSTS": '["algo-1"]'},
+        {"RANK": "7", "GRADWIRE_PEERS": "10.1.1.7:40123"},  # of something else
+        {"WORLD_SIZE": "5", **SLURM},  # a batch script that sets torch's names but the rank
+        {**TORCHRUN, "LOCAL_WORLD_SIZE": "1"},  # Azure ML leaves it out
+    ],
+)
+def test_what_says_enough_is_no_error(variables: dict[str, str]) -> None:
+    assert placement(variables).hint == ""
+
+
 def test_a_node_without_a_launcher_is_alone_and_needs_no_secret(
     environment: pytest.MonkeyPatch,
 ) -> None:

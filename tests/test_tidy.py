@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+from collections import Counter
 from fnmatch import fnmatch
 from functools import cache
 from graphlib import TopologicalSorter
@@ -149,6 +150,18 @@ def test_every_document_is_on_the_readme_s_map(texts: dict[str, str]) -> None:
     assert len(documents) > 5
     links = texts["README.md"]
     assert [one for one in documents if f"({one})" not in links and one != "README.md"] == []
+
+
+def test_every_page_has_a_name_of_its_own(texts: dict[str, str]) -> None:
+    headings = [
+        text.partition("\n")[0].removeprefix("# ").casefold()
+        for one, text in texts.items()
+        if one.startswith("docs/") and one.endswith(".md")
+    ]
+    menu = re.findall(r"^ +- (.+): \S+\.md$", texts["mkdocs.yml"], re.M)
+    assert len(menu) > 20
+    assert [name for name, count in Counter(headings).items() if count > 1] == []
+    assert [name for name, count in Counter(menu).items() if count > 1] == []
 
 
 def requirements(text: str) -> set[str]:

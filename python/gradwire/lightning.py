@@ -98,7 +98,7 @@ class GradwireStrategy(DDPStrategy):
     def _as_launched(self) -> Iterator[None]:
         """Let the environment say what Lightning knows, where Lightning has started the processes."""
         added = {}
-        if self.world_size > 1 and rendezvous.placement().rank is None:
+        if self.world_size > 1 and _launched().rank is None:
             added = {
                 "RANK": str(self.global_rank),
                 "WORLD_SIZE": str(self.world_size),
@@ -119,7 +119,7 @@ class GradwireStrategy(DDPStrategy):
                     os.environ[name] = value
 
     def _check_place(self) -> None:
-        place = rendezvous.placement()
+        place = _launched()
         if place.rank is not None and (place.rank, place.size) != (
             self.global_rank,
             self.world_size,
@@ -247,3 +247,12 @@ class GradwireStrategy(DDPStrategy):
 GradwireStrategy.register_strategies(
     importlib.import_module(f"{_PACKAGE}.strategies").StrategyRegistry
 )
+
+
+def _launched() -> rendezvous.Placement:
+    """Return what a launcher says. Lightning sets WORLD_SIZE without RANK, and deletes WORLD_SIZE after a run."""
+    variables = dict(os.environ)
+    if not {"RANK", "WORLD_SIZE"} <= variables.keys():
+        variables.pop("RANK", None)
+        variables.pop("WORLD_SIZE", None)
+    return rendezvous.placement(variables)

@@ -30,6 +30,19 @@ _NAME_PAUSE_S = 0.5
 # SLURM's step of the shell that salloc gives, as a name and as its number.
 _INTERACTIVE_STEPS = ("interactive", "4294967290")
 
+# A process's rank and the number of processes: one of the two alone says that something is missing.
+_PAIRS = (
+    ("RANK", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+)
+
+# Variables of launchers that do not tell where the other processes are: PMIx, Flux, PALS, MVAPICH2, JSM.
+_OTHER_RANKS = (
+    *("PMIX_RANK", "FLUX_TASK_RANK", "PALS_RANKID"),
+    *("MV2_COMM_WORLD_RANK", "JSM_NAMESPACE_RANK"),
+)
+
 _LOG = logging.getLogger(__name__)
 
 
@@ -166,7 +179,7 @@ def placement(environ: Mapping[str, str] | None = None) -> Placement:
         environ: the variables; None: this process's.
 
     Raises:
-        ValueError: a variable is not what it has to be; the message names the variable.
+        ValueError: a variable is not what it has to be, is missing, or contradicts another; the message names it.
     """
     variables = os.environ if environ is None else environ
     launched = (
@@ -174,8 +187,9 @@ def placement(environ: Mapping[str, str] | None = None) -> Placement:
         or _mpi(variables)
         or _slurm(variables)
         or _kubernetes(variables)
-        or Placement()
+        or _alone(variables)
     )
+    _check(launched)
     peers = variables.get(PEERS)
     options = {
         **vars(launched),
@@ -306,6 +320,52 @@ def _kubernetes(variables: Mapping[str, str]) -> Placement | None:
     run = f"Kubernetes {job}"
     seed = _seed(variables) or (f"{first}:{_port_of(run)}" if first else "")
     return Placement("Kubernetes", index, size, 0, 1, seed, run)
+
+
+def _alone(variables: Mapping[str, str]) -> Placement:
+    """No launcher whose variables are complete. What is left of one must not make a training alone unnoticed."""
+    if any(variables.get(name) for name in (PEERS, BIND, MIN_PEERS)):
+        return Placement()
+    for pair in _PAIRS:
+        given = [name for name in pair if name in variables]
+        if len(given) == 1 and (given[0] == pair[0] or _number(variables, pair[1]) != 1):
+            [name] = given
+            [missing] = set(pair) - {name}
+            raise ValueError(
+                f"{name} is {variables[name]}, but {missing} is not set: set it in every process, or unset {name} to "
+                "train alone"
+            )
+    ranks = [name for name in _OTHER_RANKS if name in variables]
+    if variables.get("SM_HOSTS", "").count(",") > 0:
+        ranks.append("SM_HOSTS")  # SageMaker's list of all hosts
+    if not ranks:
+        return Placement()
+    return Placement(
+        hint=f"{ranks[0]} says that this process may be one of several, but not where the others are, so it trains "
+        "alone: start the script with torchrun (SageMaker: distribution=torch_distributed), or set RANK, WORLD_SIZE, "
+        "MASTER_ADDR and MASTER_PORT"
+    )
+
+
+def _check(place: Placement) -> None:
+    """Raise `ValueError` if the numbers of a launcher contradict each other: the others would be waited for in vain."""
+    source = place.launcher
+    if place.rank is None or place.size is None:
+        return
+    if place.rank >= place.size:
+        raise ValueError(
+            f"{source}: rank {place.rank} of {place.size} processes: ranks are 0 to {place.size - 1}"
+        )
+    if place.local_size > place.size:
+        raise ValueError(
+            f"{source}: {place.local_size} processes on this machine, but {place.size} in all"
+        )
+    # A launcher may leave out the number of this machine's processes, which are then nodes of their own.
+    if place.local_rank >= place.local_size > 1:
+        raise ValueError(
+            f"{source}: local rank {place.local_rank} of {place.local_size} processes on this machine: local ranks are "
+            f"0 to {place.local_size - 1}"
+        )
 
 
 def _seed(variables: Mapping[str, str]) -> str:
