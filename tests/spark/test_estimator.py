@@ -379,6 +379,49 @@ def fit_with(
     def loss() -> Any:
         import subprocess
         import time
+@pytest.mark.parametrize("place", ["loss", "optimizer"])
+@pytest.mark.parametrize(
+    "training",
+    [SharedTraining(timeout_s=10.0, workers_per_node=2), ParameterAveraging(timeout_s=10.0)],
+    ids=["team", "averaging"],
+)
+def test_a_worker_whose_own_code_hangs_is_named(rows: Any, training: Any, place: str) -> None:
+    def hang_in_third_call(calls: list[int]) -> None:
+        import time
+
+        from pyspark import TaskContext
+
+        calls.append(1)
+        if TaskContext.get().partitionId() == 1 and len(calls) == 3:  # type: ignore[union-attr]
+            time.sleep(1000.0)
+
+    def loss() -> Any:
+        import torch
+
+        calls: list[int] = []
+
+        def value(outputs: Any, labels: Any) -> Any:
+            if place == "loss":
+                hang_in_third_call(calls)
+            return torch.nn.functional.cross_entropy(outputs, labels)
+
+        return value
+
+    def optimizer(params: Any) -> Any:
+        import torch
+
+        calls: list[int] = []
+        made = torch.optim.SGD(params, lr=0.5)
+        if place == "optimizer":
+            made.register_step_pre_hook(lambda *_: hang_in_third_call(calls))
+        return made
+
+    estimator = make_estimator(loss=loss, optimizer=optimizer, retries=0, training=training)
+    with pytest.raises(gw.GradwireError, match=r"worker 1.*127\.0\.0\.1") as caught:
+        estimator.fit(rows)
+    assert str(caught.value).count("\n") == 0
+
+
 
         import torch
         from pyspark import TaskContext

@@ -608,8 +608,12 @@ class Worker(ModelReplica):
                 self.compute_gradients(training, order, times)
         else:
             for param in parameters_of(self.optimizer):
-                param.grad = torch.zeros_like(param)
-        self.trainer.step(times)
+                if param.requires_grad:  # or else weight decay would move what is frozen elsewhere
+                    param.grad = torch.zeros_like(param)
+        with self.watch.busy():
+            self.trainer.step(times)
+        # Behind the optimiser's own step, which may run code of the user's, the worker waits for the others.
+        self.optimizer.register_step_post_hook(lambda *_: self.watch.rest())
         self.watch.note_start()
 
     def end_steps(self, times: Times) -> None:
