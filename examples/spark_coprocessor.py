@@ -77,7 +77,9 @@ def host_network(name: str, address: str, secret: str, path: Path) -> None:
     options: dict[str, Any] = {"name": name, "path": path, "save_every": 50, "threshold": DENSITY}
     with gw.Node(address, secret=secret) as node, Host(node, params, optimizer, **options) as host:
         while host.version < UPDATES:
-            # Of the version, which a host that is started again goes on with.
+            # Gradients are sparse, and of parameters of some steps ago: with a constant rate the error would swing by a
+            # factor of ten and more from step to step, until the end. The rate is one of the version, with which a host
+            # that is started again goes on.
             optimizer.param_groups[0]["lr"] = 0.002 * (1.0 - host.version / UPDATES)
             host.step()
 

@@ -142,6 +142,62 @@ def test_a_state_that_is_too_large_for_a_task_goes_to_the_executors_beside_it(
         assert accuracy(fitted, rows) > 0.9
 
 
+def test_averages_through_spark_are_those_of_the_workers(rows: Any) -> None:
+    """Each worker's batch is all of its rows, so that their order does not matter."""
+
+    def model() -> Any:
+        import torch
+
+        layers = torch.nn.Linear(4, 30, bias=False), torch.nn.BatchNorm1d(30)
+        return torch.nn.Sequential(*layers, torch.nn.ReLU(), torch.nn.Linear(30, 3))
+
+    def optimizer(params: Any) -> Any:
+        import torch
+
+        return torch.optim.AdamW(params, lr=0.01)
+
+    states = []
+    for via in ("udp", "spark"):
+        options: dict[str, Any] = {"training": ParameterAveraging(via=via), "batch_size": 300}  # type: ignore[arg-type]
+        estimator = make_estimator(model=model, optimizer=optimizer, epochs=3, **options)
+        states.append(estimator.fit(rows).module().state_dict())
+    torch.testing.assert_close(*states, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "training", [SharedTraining(), ParameterAveraging(via="spark")], ids=["shared", "via spark"]
+)
+def test_rows_are_trained_on_where_they_lie(rows: Any, training: Any) -> None:
+    columns = rows.select("features", "label", "held")
+    balanced = columns.repartition(2).cache()
+    estimator = make_estimator(
+        training=training, validation_indicator_col="held", collect_stats=True
+    )
+    model = estimator.fit(balanced)
+    assert model.history.shuffled_bytes.tolist() == [0] * 4
+    assert accuracy(model, rows) > 0.9
+    always = estimator.copy({estimator.shuffle: "always"}).fit(balanced)
+    size = 300 * (4 * 4 + 8)
+    assert always.history.groupby("epoch").shuffled_bytes.sum().tolist() == [size, 0]
+    if isinstance(training, SharedTraining):
+        assert always.history.steps.tolist() == model.history.steps.tolist() == [8] * 4
+    balanced.unpersist()
+
+
+def test_rows_that_are_not_spread_are_shuffled(rows: Any) -> None:
+    """Also those that could be trained on where they lie, if Spark had barrier stages behind a coalesce."""
+    columns = rows.select("features", "label").repartition(4)
+    estimator = make_estimator(epochs=1)
+    sorted_by_label = columns.repartitionByRange(2, "label").cache()
+    coalesced = columns.cache().coalesce(2).cache()
+    for data in (columns.repartition(2), sorted_by_label, columns.cache(), coalesced):
+        model = estimator.fit(data)
+        assert model.history.shuffled_bytes.tolist() == [300 * 24]
+        assert accuracy(model, rows) > 0.9
+    for data in (sorted_by_label, columns, coalesced):
+        data.unpersist()
+
+
 def test_only_one_worker_of_a_machine_counts_the_machine_s_bytes(rows: Any) -> None:
     training = SharedTraining(workers_per_node=2)
     history = make_estimator(training=training, collect_stats=True, epochs=1).fit(rows).history
@@ -324,6 +380,49 @@ def test_when_all_attempts_fail_the_error_is_one_line_with_the_worker_s_own(rows
     assert str(caught.value).count("\n") == 0
 
 
+@pytest.mark.parametrize("place", ["loss", "optimizer"])
+@pytest.mark.parametrize(
+    "training",
+    [SharedTraining(timeout_s=10.0, workers_per_node=2), ParameterAveraging(timeout_s=10.0)],
+    ids=["team", "averaging"],
+)
+def test_a_worker_whose_own_code_hangs_is_named(rows: Any, training: Any, place: str) -> None:
+    def hang_in_third_call(calls: list[int]) -> None:
+        import time
+
+        from pyspark import TaskContext
+
+        calls.append(1)
+        if TaskContext.get().partitionId() == 1 and len(calls) == 3:  # type: ignore[union-attr]
+            time.sleep(1000.0)
+
+    def loss() -> Any:
+        import torch
+
+        calls: list[int] = []
+
+        def value(outputs: Any, labels: Any) -> Any:
+            if place == "loss":
+                hang_in_third_call(calls)
+            return torch.nn.functional.cross_entropy(outputs, labels)
+
+        return value
+
+    def optimizer(params: Any) -> Any:
+        import torch
+
+        calls: list[int] = []
+        made = torch.optim.SGD(params, lr=0.5)
+        if place == "optimizer":
+            made.register_step_pre_hook(lambda *_: hang_in_third_call(calls))
+        return made
+
+    estimator = make_estimator(loss=loss, optimizer=optimizer, retries=0, training=training)
+    with pytest.raises(gw.GradwireError, match=r"worker 1.*127\.0\.0\.1") as caught:
+        estimator.fit(rows)
+    assert str(caught.value).count("\n") == 0
+
+
 def test_a_fit_after_a_fit_goes_on_where_the_last_one_ended(rows: Any, tmp_path: Path) -> None:
     """Without a break the same rows are taken in the same steps, so the parameters are the same bits."""
     options: dict[str, Any] = {"checkpoint": f"file://{tmp_path}/warm"}
@@ -497,6 +596,7 @@ def test_wrong_columns_and_options_are_refused_before_anything_is_started(rows: 
         ({"patience": 2}, ValueError, "patience needs validation_indicator_col"),
         ({"num_workers": 0}, ValueError, "num_workers is 0"),
         ({"retries": -1}, ValueError, "retries is -1"),
+        ({"shuffle": "never"}, ValueError, "shuffle is 'never', must be one of auto, always"),
         ({"limits": 3}, TypeError, "limits is 3, must be gradwire.transport.Limits"),
         ({"model": None}, TypeError, "model is of type NoneType, must be a function"),
         ({"loss": torch.nn.MSELoss()}, TypeError, "loss is of type MSELoss, must be a function"),

@@ -99,7 +99,7 @@ def test_an_error_that_every_attempt_would_have_ends_the_training(make_driver: A
     with driver.attempt(0) as (_, watch):
         fail(watch, "ValueError: row 3 has a null", is_final=True)
         assert driver.cancelled.wait(WAIT_S)
-    failure = "worker 1 failed: ValueError: row 3 has a null", "Traceback of it"
+    failure = "worker 1 failed: ValueError: row 3 has a null (on 127.0.0.1)", "Traceback of it"
     assert driver.progress.failure == failure
     assert not driver.progress.may_repeat()
 
@@ -131,7 +131,7 @@ def test_a_failed_attempt_is_logged_and_the_last_one_is_the_error(
         fail(watch, "TimeoutError: no message")
         assert driver.cancelled.wait(WAIT_S)
     assert driver.progress.failure == (
-        "worker 0 failed: TimeoutError: no message",
+        "worker 0 failed: TimeoutError: no message (on 127.0.0.1)",
         "Traceback of it",
     )
 
@@ -193,7 +193,7 @@ def test_a_worker_whose_code_hangs_says_where_and_ends(
     with worker_process(driver, timeout_s=1.0) as process:
         line = wait_for_log(caplog, "attempt 1 of 2")
         assert "worker 1 failed: no progress for 1 s in <string>" in line
-        assert "wait_for_a_lock" in line
+        assert "wait_for_a_lock (on 127.0.0.1)" in line
         assert process.wait(WAIT_S) == 1
 
 
@@ -223,6 +223,16 @@ def test_a_hang_shorter_than_the_time_allowed_is_none(
                 time.sleep(1.0)
     assert driver.progress.failure is None
     assert not caplog.records
+
+
+def test_a_wait_for_others_in_the_middle_of_a_block_is_no_hang(make_driver: Any) -> None:
+    driver = make_driver(retries=0, timeout_s=1.0)
+    with driver.attempt(0) as (watch, _):
+        watch.note_start()
+        with watch.busy():
+            watch.rest()
+            time.sleep(2.5)
+    assert driver.progress.failure is None
 
 
 JAVA_TEXT = """An error occurred while calling o99.toLocalIterator.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,13 +21,13 @@ pytest.importorskip("fsspec", reason="fsspec is not installed")
 pytest.importorskip("pandas", reason="pandas is not installed")
 
 from gradwire.spark.checkpoints import Checkpoints, unpack  # noqa: E402
-from gradwire.spark.rounds import _CHUNK, _STATE, _load, _rest_of, _State  # noqa: E402
+from gradwire.spark.rounds import _CHUNK, _STATE, _load, _rest_of, _State, _values_of  # noqa: E402
 from gradwire.spark.train import (  # noqa: E402
     AveragingTrainer,
+    ModelReplica,
     SharedTrainer,
     Times,
     TrainingJob,
-    averaged_values,
     pack,
 )
 
@@ -108,6 +111,7 @@ def job_of(training: ParameterAveraging) -> TrainingJob:
         is_warm=False,
         team_size=1,
         limits=None,
+        is_shuffled=True,
         driver=None,
     )
 
@@ -124,9 +128,11 @@ def test_the_state_of_a_round_goes_to_the_workers_and_back(average_optimizer: bo
     state = _State(job)
     inputs = torch.randn(8, 3)
     for _ in range(2):  # first without a state of the optimiser, then with it
-        worker = _load(job, unpack(state.packed()))
+        file = io.BytesIO()
+        state.write(file)
+        worker = _load(job, unpack(file.getvalue()))
         take_step(worker, inputs)
-        flat = averaged_values(worker, ParameterAveraging(average_optimizer=average_optimizer))
+        flat = _values_of(worker)
         state.put(_STATE, pack(_rest_of(worker)))
         starts = list(range(0, flat.size, _CHUNK))
         assert len(starts) > 1
@@ -145,26 +151,88 @@ def test_the_state_of_a_round_goes_to_the_workers_and_back(average_optimizer: bo
     )
 
 
-def test_statistics_of_batch_norm_are_averaged_with_the_parameters() -> None:
-    from gradwire.spark.train import ModelReplica
-
-    training = ParameterAveraging(every=1)
+def average(
+    training: ParameterAveraging, replicas: Sequence[ModelReplica], steps: int = 1
+) -> list[Times]:
+    """Train two replicas with rows of their own on two nodes of this process."""
     secret = bytes(range(32))
+
+    def work(rank: int, node: gw.Node) -> Times:
+        node.wait_for_peers(1, 30.0)
+        trainer = AveragingTrainer(training, replicas[rank], node, 2)
+        times = Times()
+        for step in range(steps):
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            take_step(replicas[rank], torch.randn(4, 3, generator=generator))
+            trainer._steps += 1
+            trainer.end_epoch(times)
+        return times
+
     with (
         gw.Node("127.0.0.1:0", secret=secret, node_id=0) as first,
         gw.Node("127.0.0.1:0", [first.address], secret=secret, node_id=1) as second,
+        ThreadPoolExecutor() as pool,
     ):
-        replicas = [ModelReplica(job_of(training)) for _ in range(2)]
+        return list(pool.map(work, range(2), (first, second)))
 
-        def work(rank: int, node: gw.Node) -> None:
-            node.wait_for_peers(1, 30.0)
-            trainer = AveragingTrainer(training, replicas[rank], node, 2)
-            take_step(replicas[rank], torch.randn(4, 3, generator=torch.manual_seed(rank)))
-            trainer.step(Times())
 
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(work, range(2), (first, second)))
+def test_statistics_of_batch_norm_are_averaged_with_the_parameters() -> None:
+    training = ParameterAveraging(every=1)
+    replicas = [ModelReplica(job_of(training)) for _ in range(2)]
+    average(training, replicas)
     left, right = (replica.model.state_dict() for replica in replicas)
     for name in ("0.weight", "1.running_mean", "1.running_var"):
         assert torch.equal(left[name], right[name])
     assert left["1.running_mean"].abs().max() > 0
+
+
+def test_a_mean_in_pieces_is_the_mean_of_parameters_and_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Pieces begin and end in the middle of tensors, which may have any layout in memory."""
+
+    def model() -> Any:
+        layers = torch.nn.Conv2d(3, 8, 5), torch.nn.BatchNorm2d(8), torch.nn.Conv2d(8, 4, 1)
+        shaped = torch.nn.Sequential(torch.nn.Unflatten(1, (3, 1, 1)), torch.nn.Upsample((5, 5)))
+        return torch.nn.Sequential(shaped, *layers).to(memory_format=torch.channels_last)
+
+    training = ParameterAveraging(every=1)
+    job = replace(job_of(training), model=model)
+    monkeypatch.setattr("gradwire.spark.train.PIECE", 1_000)
+    steps = 3
+    replicas = [ModelReplica(job) for _ in range(2)]
+    expected = [ModelReplica(job) for _ in range(2)]
+    times = average(training, replicas, steps)
+    for step in range(steps):
+        for rank, replica in enumerate(expected):
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            take_step(replica, torch.randn(4, 3, generator=generator))
+        for left, right in zip(*map(tensors_of, expected), strict=True):
+            left.copy_((left + right) / 2)
+            right.copy_(left)
+    for left, right in zip(*map(tensors_of, replicas), strict=True):
+        assert torch.equal(left, right)
+    for value, reference in zip(tensors_of(replicas[0]), tensors_of(expected[0]), strict=True):
+        torch.testing.assert_close(value, reference, rtol=1e-5, atol=1e-6)
+    numel = sum(tensor.numel() for tensor in tensors_of(replicas[0]))
+    assert numel > 2_000
+    assert steps * 4 * numel < times[0].sent_bytes < steps * 4 * (numel + 1_500)
+
+
+def tensors_of(replica: ModelReplica) -> list[Any]:
+    """Return everything that is averaged."""
+    states = [replica.optimizer.state[param] for param in replica.model.parameters()]
+    return [
+        *(param.detach() for param in replica.model.parameters()),
+        *(buffer for buffer in replica.model.buffers() if buffer.is_floating_point()),
+        *(value for state in states for value in state.values()),
+    ]
+
+
+def test_states_of_other_parameters_are_refused_with_the_way_out() -> None:
+    """As where the rows of one worker never reach a part of the model."""
+    training = ParameterAveraging(every=1)
+    replicas = [ModelReplica(job_of(training)) for _ in range(2)]
+    replicas[1].model[0].bias.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"average_optimizer=False\) averages the parameters"):
+        average(training, replicas)

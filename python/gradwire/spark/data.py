@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -23,9 +23,11 @@ __all__ = [
     "WEIGHT",
     "Checked",
     "Spill",
+    "are_spread",
     "column_for",
     "shuffled",
     "spill",
+    "summarize",
 ]
 
 FEATURES = "features"
@@ -104,11 +106,64 @@ class Spill:
             self._files[name][0].write(np.ascontiguousarray(array).data)
         self.rows += len(next(iter(columns.values())))
 
+    @property
+    def nbytes(self) -> int:
+        """Size of the rows."""
+        return sum(array.nbytes for array in self.arrays.values())
+
     def finish(self) -> None:
         """Map the files."""
         for name, (file, dtype, shape) in self._files.items():
             file.flush()
             self.arrays[name] = np.memmap(file, dtype, "r", shape=(self.rows, *shape))
+
+
+#: Rows are trained on where they lie if no partition has so much more or fewer rows than the mean of all.
+_ROWS_SPREAD: Final = 0.05
+# And if their labels' mean and standard deviation differ from those of all labels by less than that many standard
+# deviations, besides what they differ by in random partitions (four standard errors).
+_LABELS_SPREAD: Final = 0.1
+_ERRORS: Final = 4.0
+
+SUMMARY: Final = "rows bigint, labels bigint, sum double, squares double"
+
+
+def summarize(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Yield what `are_spread` has to know of a partition; of its rows only labels and validation indicator are read."""
+    rows = labels = 0
+    sums = np.zeros(2)
+    for batch in batches:
+        training = batch
+        if VALIDATION in batch.schema.names:
+            training = batch.filter(pc.invert(batch.column(VALIDATION)))
+        column = training.column(LABEL)
+        if pa.types.is_list(column.type):
+            column = column.flatten()
+        values = column.drop_null().to_numpy(zero_copy_only=False).astype(np.float64)
+        rows += training.num_rows
+        labels += len(values)
+        sums += values.sum(), values @ values
+    summary = {"rows": [rows], "labels": [labels], "sum": sums[:1], "squares": sums[1:]}
+    yield pa.RecordBatch.from_pydict(summary)
+
+
+def are_spread(summaries: Sequence[Any], workers: int) -> bool:
+    """Return whether the rows may be trained on where they lie: one partition for each worker, all of them alike."""
+    if len(summaries) != workers:
+        return False
+    rows, labels, sums, squares = np.array(summaries, np.float64).T
+    if not rows.all() or not labels.all():
+        return False
+    if (np.abs(rows - rows.mean()) > _ROWS_SPREAD * rows.mean()).any():
+        return False
+    mean = sums.sum() / labels.sum()
+    deviation = np.sqrt(max(squares.sum() / labels.sum() - mean**2, 0.0))
+    means = sums / labels
+    deviations = np.sqrt(np.maximum(squares / labels - means**2, 0.0))
+    allowed = deviation * (_LABELS_SPREAD + _ERRORS / np.sqrt(labels)) + 1e-6 * abs(mean)
+    # Written so that NaN is refused.
+    are_alike = (np.abs(means - mean) <= allowed) & (np.abs(deviations - deviation) <= allowed)
+    return bool(are_alike.all())
 
 
 def spill(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import logging
 import os
@@ -10,7 +11,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import NoneType
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import numpy as np
 import pandas as pd
@@ -33,6 +34,7 @@ from .session import (
     cancel,
     check_slots,
     gpus_of_executor,
+    result_bytes_max,
     tagged,
     task_failure,
 )
@@ -47,8 +49,11 @@ __all__ = ["EstimatorOptions", "TorchEstimator", "TorchModel"]
 
 _LOG = logging.getLogger("gradwire.spark")
 
-# In which the results come to the driver, one after the other: it has memory for one.
-_PARTS = 8
+# Of a part of the results on its way to the driver: larger results of tasks go through the block managers, which copy
+# them, and get lost where a driver of 1 GB has no space for them.
+_PART_BYTES = 1 << 20
+_PARTS_MIN = 4
+_PARTS_UNKNOWN = 256
 
 
 class ModelOptions(TypedDict, total=False):
@@ -81,6 +86,7 @@ class EstimatorOptions(ModelOptions, total=False):
     warm_start: bool
     retries: int
     limits: Limits | None
+    shuffle: Literal["auto", "always"]
     collect_stats: bool
 
 
@@ -111,6 +117,7 @@ _ESTIMATOR: dict[str, Any] = {
     "warm_start": False,
     "retries": 3,
     "limits": None,
+    "shuffle": "auto",
     "collect_stats": False,
 }
 
@@ -158,6 +165,9 @@ class TorchEstimator(Estimator["TorchModel"], Stored):
             stands still for longer than the training's ``timeout_s``. Spark itself gives up after
             ``spark.stage.maxConsecutiveAttempts`` (4) attempts.
         limits: of the workers' nodes, such as ``Limits(message_bytes_max=...)``; ``down_s`` is at least ``timeout_s``.
+        shuffle: "auto": the rows of a cached DataFrame are trained on where they lie, if there is one partition for
+            each worker, their numbers of rows are within 5 % of their mean, and their labels are spread alike; others
+            are assigned to the workers at random, over the network. "always": all are.
         collect_stats: keep every worker's times and bytes in ``model.history``.
 
     **A saved estimator is loaded without its functions, unless within** `trust_code`: they are code from the file.
@@ -205,17 +215,26 @@ class TorchEstimator(Estimator["TorchModel"], Stored):
         workers = self.getOrDefault("num_workers")
         job = self._job(spark)
         rows = self._rows(dataset)
-        if isinstance(job.training, ParameterAveraging) and job.training.via == "spark":
+        through_spark = isinstance(job.training, ParameterAveraging) and job.training.via == "spark"
+        if not through_spark:
+            check_slots(spark, workers)
+        if (
+            self.getOrDefault("shuffle") == "auto"
+            and _are_spread(dataset, rows, workers)
+            and (through_spark or _may_begin_barrier(rows))
+        ):
+            job = replace(job, is_shuffled=False)
+        if through_spark:
             try:
                 with tagged(spark, f"{self.uid}-{secrets.token_hex(4)}"):
-                    history, state = rounds.fit(job, rows, workers, report_epoch)
+                    dealt = self._dealt(rows) if job.is_shuffled else rows
+                    history, state = rounds.fit(job, dealt, workers, report_epoch)
             except Exception as error:
                 text, trace = task_failure(error)
                 if not text:
                     raise
                 raise GradwireError(text) from (WorkerTraceback(trace) if trace else None)
         else:
-            check_slots(spark, workers)
             history, state = self._run(spark, job, rows)
         model = TorchModel()
         model._set(**{name: self.getOrDefault(name) for name in _BOTH})
@@ -262,6 +281,8 @@ class TorchEstimator(Estimator["TorchModel"], Stored):
             raise TypeError(
                 f"limits is {values['limits']!r}, must be gradwire.transport.Limits(...)"
             )
+        if values["shuffle"] not in ("auto", "always"):
+            raise ValueError(f"shuffle is {values['shuffle']!r}, must be one of auto, always")
         if values["patience"] and values["validation_indicator_col"] is None:
             raise ValueError("patience needs validation_indicator_col")
         checkpoint = values["checkpoint"]
@@ -288,20 +309,23 @@ class TorchEstimator(Estimator["TorchModel"], Stored):
             secret=parse_secret(generate_secret()),
             checkpoints=Checkpoints(checkpoint, resume, values["checkpoint_every"]),
             is_warm=values["warm_start"],
+            is_shuffled=True,
             driver=None,
         )
 
     def _rows(self, dataset: DataFrame) -> DataFrame:
-        """Return the rows, dealt out to one partition per worker."""
+        """Return the columns that training needs, named by their roles."""
         columns = [
             data.column_for(role, dataset, self.getOrDefault(name)).alias(role)
             for role, name in _ROLES.items()
             if self.getOrDefault(name) is not None
         ]
+        return dataset.select(*columns)
+
+    def _dealt(self, rows: DataFrame) -> DataFrame:
+        """Return the rows, assigned to one partition per worker."""
         # At random: dealt out in turn, rows in a regular order would give each worker other classes.
-        return dataset.select(*columns).repartition(
-            self.getOrDefault("num_workers"), F.rand(self.getOrDefault("seed"))
-        )
+        return rows.repartition(self.getOrDefault("num_workers"), F.rand(self.getOrDefault("seed")))
 
     def _run(
         self, spark: SparkSession, job: TrainingJob, rows: DataFrame
@@ -321,7 +345,7 @@ class TorchEstimator(Estimator["TorchModel"], Stored):
             while True:
                 try:
                     with tagged(spark, tag):
-                        results = _results(rows, sent)
+                        results = _results(self._dealt(rows) if sent.is_shuffled else rows, sent)
                     break
                 except Exception as error:
                     if progress.may_repeat():
@@ -344,17 +368,67 @@ class WorkerTraceback(Exception):
 
 def _results(rows: DataFrame, job: TrainingJob) -> dict[str, bytes]:
     """Run Spark's job once; return the results by their kind."""
-    pieces: dict[str, dict[int, bytes]] = {}
     # Without a shuffle behind it Spark would not repeat a barrier stage whose executor was lost.
     trained = rows.mapInArrow(lambda batches: train(job, batches), OUTPUT, barrier=True)
-    for row in trained.repartition(_PARTS).toLocalIterator():
-        if row.kind == "error":
-            text, _, trace = bytes(row.data).decode().partition("\n")
-            raise GradwireError(f"worker {row.worker} failed: {text}") from WorkerTraceback(trace)
-        pieces.setdefault(row.kind, {})[row.part] = bytes(row.data)
+    parts = _parts_of(job, rows.sparkSession)
+    # Java hands each part on to Python when it comes, and keeps nothing; with toLocalIterator it keeps all of them.
+    results = trained.repartition(parts).toArrow()
+    pieces: dict[str, dict[int, Any]] = {}
+    for index in range(results.num_rows):
+        worker, kind, part = (results[name][index].as_py() for name in ("worker", "kind", "part"))
+        piece = results["data"][index].as_buffer()
+        if kind == "error":
+            text, _, trace = piece.to_pybytes().decode().partition("\n")
+            raise GradwireError(f"worker {worker} failed: {text}") from WorkerTraceback(trace)
+        pieces.setdefault(kind, {})[part] = piece
     if not pieces:  # Spark starts no tasks if there is nothing at all
         raise GradwireError("there are no rows to train on")
     return {kind: b"".join(data for _, data in sorted(pieces[kind].items())) for kind in pieces}
+
+
+def _are_spread(dataset: DataFrame, rows: DataFrame, workers: int) -> bool:
+    """Return whether the rows may be trained on where they lie; of a DataFrame that is not cached, do not ask."""
+    level = dataset.storageLevel
+    if not level.useMemory and not level.useDisk:
+        return False  # all before it would be computed once more
+    columns = [name for name in rows.columns if name in (data.LABEL, data.VALIDATION)]
+    summaries = rows.select(*columns).mapInArrow(data.summarize, data.SUMMARY).collect()
+    return data.are_spread(summaries, workers)
+
+
+def _may_begin_barrier(rows: DataFrame) -> bool:
+    """Return whether Spark lets a barrier stage read the rows: not behind a coalesce or a union without a shuffle."""
+    # Without a shuffle behind the stage the refusal is this job's error. With one, as in training, Spark 4.3 stops the
+    # whole session.
+    try:
+        labels = rows.select(data.LABEL)
+        labels.mapInArrow(data.summarize, data.SUMMARY, barrier=True).collect()
+    except Exception as error:
+        if "SPARK-24820" not in str(error):
+            raise
+        return False
+    return True
+
+
+def _parts_of(job: TrainingJob, spark: SparkSession) -> int:
+    """Return the number of parts in which a model comes to the driver.
+
+    Raises:
+        ValueError: the driver does not accept so many bytes, and would say so after the training.
+    """
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            tensors = job.model().state_dict().values()
+    except Exception:  # it can be made in a task only, or not without values
+        return _PARTS_UNKNOWN
+    size = sum(tensor.nbytes for tensor in tensors if torch.is_tensor(tensor))
+    accepted = result_bytes_max(spark)
+    if 0 < accepted < size:
+        raise ValueError(
+            f"the model has {size / 1e9:.2f} GB, and the driver accepts results of {accepted / 1e9:.2f} GB: set "
+            "spark.driver.maxResultSize to more before the session begins (0: no limit)"
+        )
+    return max(_PARTS_MIN, -(-size // _PART_BYTES))
 
 
 class TorchModel(Model, Stored):
@@ -421,7 +495,7 @@ class TorchModel(Model, Stored):
         sent = self._sent
         if sent is None or sent[0] is not spark or sent[1] is not self.state:
             # Not closed: the DataFrame that is returned may be used for as long as the session.
-            self._sent = sent = spark, self.state, Parcel(spark, self.state)
+            self._sent = sent = spark, self.state, Parcel(spark, io.BytesIO(self.state))
         predict = F.pandas_udf(  # type: ignore[attr-defined,call-overload,unused-ignore]
             _predictor(values, sent[2]),
             "prediction double, raw array<float>, probability array<float>",
@@ -482,6 +556,6 @@ def _predictor(values: dict[str, Any], parcel: Parcel) -> Callable[..., Any]:
 def _without_workers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return one row per epoch."""
     how = {"loss": "first", "validation_loss": "first"}
-    how |= {"rows": "sum", "steps": "max", "seconds": "max"}
+    how |= {"rows": "sum", "steps": "max", "seconds": "max", "shuffled_bytes": "sum"}
     epochs = pd.DataFrame(rows, columns=["epoch", *how]).groupby("epoch", as_index=False).agg(how)
     return epochs.to_dict("records")

@@ -12,9 +12,10 @@ __all__ = ["History"]
 class History(pd.DataFrame):
     """One row per epoch, or per epoch and worker with ``collect_stats=True``.
 
-    Columns: ``epoch``, ``loss``, ``validation_loss``, ``rows``, ``steps``, ``seconds``; with statistics ``worker``,
-    ``start_s`` (since the workers began together), the seconds ``data_s``, ``compute_s``, ``encode_s``, ``wait_s`` and
-    ``apply_s``, ``sent_bytes``, ``received_bytes``.
+    Columns: ``epoch``, ``loss``, ``validation_loss``, ``rows``, ``steps``, ``seconds``, ``shuffled_bytes``; with
+    statistics ``worker``, ``start_s`` (since the workers began together), the seconds ``data_s``, ``compute_s``,
+    ``encode_s``, ``wait_s`` and ``apply_s``, ``sent_bytes``, ``received_bytes``. ``shuffled_bytes`` of a fit's first
+    epoch is the size of the rows that Spark has shuffled, without its compression: 0 where they stayed where they were.
     """
 
     def plot(self, path: str | PathLike[str]) -> None:  # type: ignore[override]

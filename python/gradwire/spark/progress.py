@@ -141,10 +141,13 @@ class Progress:
         self._waits[worker] = note["waits"]
         if note["kind"] in ("epoch", "wait"):
             return
+        text = f"worker {worker} failed: {note['text']}"
+        host = self._hosts.get(worker)
+        if host and host not in text:
+            text += f" (on {host})"
         if note["is_final"]:
-            self._end(f"worker {worker} failed: {note['text']}", note["trace"])
+            self._end(text, note["trace"])
         else:
-            text = f"worker {worker} failed: {note['text']}"
             late = self._late_workers() if note.get("is_late") else []
             if late:
                 text = f"{', '.join(late)} did not come within {self._timeout_s:g} s: {text}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -16,24 +17,24 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import torch
+from numpy.typing import NDArray
 
 from ..clock import now_s
 from .checkpoints import Position, pack, unpack
 from .data import VALIDATION, shuffled, spill
 from .session import Parcel
 from .train import (
+    Averaged,
     ModelReplica,
     Times,
     TrainingJob,
-    averaged_values,
     epoch_rows,
     is_averaged,
-    put_values,
     rank_of_task,
 )
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    from pyspark.sql import DataFrame, SparkSession
 
     from .strategies import ParameterAveraging
 
@@ -95,14 +96,15 @@ def fit(
         best: dict[str, Any] | None = None
         losses = [np.inf]
         began_s = now_s()
-        for epoch in range(rounds_done // rounds, last):
+        first_epoch = rounds_done // rounds
+        for epoch in range(first_epoch, last):
             start_s = now_s()
             stats: list[dict[str, Any]] = []
             order = np.random.default_rng([job.seed, epoch]).permutation(rounds).tolist()
             for number in order[rounds_done - epoch * rounds :]:
                 is_chosen = (F.col("round") * rounds).cast("int") == number
                 chosen = rows.filter(~is_held & is_chosen).drop("round")
-                with contextlib.closing(Parcel(spark, state.packed())) as parcel:
+                with contextlib.closing(state.parcel(spark)) as parcel:
                     trained = chosen.mapInArrow(_trainer(job, parcel, epoch), _SCHEMA)
                     # Each part is a result of a task. Java hands it on to Python when it comes, and keeps nothing;
                     # with toLocalIterator it pickles all parts, in half as many bytes again, and keeps them.
@@ -119,12 +121,14 @@ def fit(
                 if job.checkpoints.is_due(done - every, done):
                     save()
             if VALIDATION in rows.columns:
-                with contextlib.closing(Parcel(spark, state.packed())) as parcel:
+                with contextlib.closing(state.parcel(spark)) as parcel:
                     held = rows.filter(is_held).drop("round")
                     scores = held.mapInArrow(_scorer(job, parcel), _SCHEMA).collect()
                 stats += [json.loads(row.data) for row in scores]
             same = {"epoch": epoch, "start_s": start_s - began_s, "seconds": now_s() - start_s}
             by_worker = pd.DataFrame(stats).groupby("worker", as_index=False).sum()
+            if epoch > first_epoch or not job.is_shuffled:
+                same["shuffled_bytes"] = 0
             history += epoch_rows([{**row, **same} for row in by_worker.to_dict("records")])
             report([row for row in history if row["epoch"] == epoch])
             losses.append(history[-1]["validation_loss"])
@@ -147,7 +151,7 @@ class _State:
     def __init__(self, job: TrainingJob) -> None:
         self._job = job
         replica = ModelReplica(job)
-        self._flat = averaged_values(replica, _averaging(job))
+        self._flat = _values_of(replica)
         self._rest = _rest_of(replica)
         # After their first step most optimisers have a state, Adam twice the parameters.
         self._growth = 3 if _averaging(job).average_optimizer else 1
@@ -158,7 +162,7 @@ class _State:
         replica.model.load_state_dict(checkpoint["model"])
         if _averaging(self._job).average_optimizer:
             replica.optimizer.load_state_dict(checkpoint["optimizer"])
-        self._flat = averaged_values(replica, _averaging(self._job))
+        self._flat = _values_of(replica)
         self._rest = _rest_of(replica)
         self._growth = 1
 
@@ -167,9 +171,15 @@ class _State:
         """Number of parts in which the state comes back."""
         return 1 + self._growth * self._flat.nbytes // _PART_BYTES
 
-    def packed(self) -> bytes:
-        """Return the state for workers."""
-        return pack({"flat": torch.from_numpy(self._flat), "rest": self._rest})
+    def write(self, file: Any) -> None:
+        """Write the state for workers."""
+        torch.save({"flat": torch.from_numpy(self._flat), "rest": self._rest}, file)
+
+    def parcel(self, spark: SparkSession) -> Parcel:
+        """Return the state on its way to the workers; it goes through a file rather than through memory."""
+        with tempfile.TemporaryFile() as file:
+            self.write(file)
+            return Parcel(spark, file)
 
     def put(self, chunk: int, data: bytes | pa.Buffer) -> None:
         """Put in a part of what the workers have after a round."""
@@ -214,6 +224,14 @@ def _rest_of(replica: ModelReplica) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer}
 
 
+def _values_of(replica: ModelReplica) -> NDArray[np.float32]:
+    """Return everything that is averaged."""
+    values = Averaged(replica, _averaging(replica.job))
+    flat = np.empty(values.numel, np.float32)
+    values.copy_to(flat)
+    return flat
+
+
 def _load(job: TrainingJob, state: dict[str, Any]) -> ModelReplica:
     replica = ModelReplica(job)
     rest = state["rest"]
@@ -224,7 +242,7 @@ def _load(job: TrainingJob, state: dict[str, Any]) -> ModelReplica:
             for name, value in values.items():
                 if is_averaged(value):
                     values[name] = value.clone(memory_format=torch.contiguous_format)
-    put_values(replica, _averaging(job), state["flat"].numpy())
+    Averaged(replica, _averaging(job)).copy_from(state["flat"].numpy())
     return replica
 
 
@@ -236,7 +254,7 @@ def _trainer(job: TrainingJob, parcel: Parcel, epoch: int) -> _Task:
         rows = spill(batches, f"worker {rank}", job.columns)[0]
         if not rows.rows:
             return
-        times = Times()
+        times = Times(shuffled_bytes=rows.nbytes)
         start_s = now_s()
         replica = _load(job, unpack(parcel.read()))
         torch.manual_seed(job.seed + rank)
@@ -245,11 +263,13 @@ def _trainer(job: TrainingJob, parcel: Parcel, epoch: int) -> _Task:
             replica.compute_gradients(rows, order, times)
             replica.optimizer.step()
         compute_s = now_s() - start_s - times.data_s
-        flat = averaged_values(replica, _averaging(job))
-        yield _stats(rank, replace(times, compute_s=compute_s, sent_bytes=flat.nbytes))
+        values = Averaged(replica, _averaging(job))
+        yield _stats(rank, replace(times, compute_s=compute_s, sent_bytes=4 * values.numel))
         yield _batch(_STATE, pack(_rest_of(replica)))
-        for number, first in enumerate(range(0, flat.size, _CHUNK)):
-            yield _batch(number, flat[first : first + _CHUNK].tobytes())
+        for number, first in enumerate(range(0, values.numel, _CHUNK)):
+            piece = np.empty(min(_CHUNK, values.numel - first), np.float32)
+            values.copy_to(piece, first)
+            yield _batch(number, piece.tobytes())
 
     return train
 
@@ -259,8 +279,8 @@ def _scorer(job: TrainingJob, parcel: Parcel) -> _Task:
 
     def score(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         rank = rank_of_task()
-        times = Times()
         held = spill(batches, f"worker {rank}", job.columns)[1]
+        times = Times(shuffled_bytes=held.nbytes)
         _load(job, unpack(parcel.read())).score(held, times)
         yield _stats(rank, times)
 

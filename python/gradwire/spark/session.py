@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import shutil
 import sys
 import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import IO, TYPE_CHECKING, Any, Final
 
 from ..clock import now_s
 
@@ -26,6 +28,7 @@ __all__ = [
     "failure_of",
     "gpus_of_executor",
     "is_connect",
+    "result_bytes_max",
     "tagged",
     "task_failure",
 ]
@@ -112,30 +115,38 @@ def gpus_of_executor(spark: SparkSession) -> int:
     return int(str(spark.conf.get("spark.executor.resource.gpu.amount", "0")))
 
 
+def result_bytes_max(spark: SparkSession) -> int:
+    """Return how many bytes of one job's results the driver accepts; 0: any number."""
+    text = str(spark.conf.get("spark.driver.maxResultSize", "1g")).strip().lower()
+    number, unit = re.fullmatch(r"(\d+)([kmgtp]?)b?", text).groups()  # type: ignore[union-attr]
+    return int(number) << 10 * " kmgtp".index(unit or " ")
+
+
 class Parcel:
     """Bytes for tasks, which go to every executor once and in pieces, instead of with every task in one array.
 
     Args:
         spark: the session.
-        data: the bytes.
+        source: a file with the bytes, which are read piece by piece.
     """
 
-    def __init__(self, spark: SparkSession, data: bytes) -> None:
+    def __init__(self, spark: SparkSession, source: IO[bytes]) -> None:
         self._data = b""
         self._file = ""
         self._pieces: list[Any] = []
-        if len(data) <= _SMALL_BYTES:
-            self._data = data
+        size = source.seek(0, os.SEEK_END)
+        source.seek(0)
+        if size <= _SMALL_BYTES:
+            self._data = source.read()
         elif is_connect(spark):
             # Spark Connect has no broadcasts. The server keeps the file for as long as the session.
             with tempfile.NamedTemporaryFile(prefix="gradwire-") as file:
-                file.write(data)
+                shutil.copyfileobj(source, file, _BROADCAST_BYTES)
                 file.flush()
                 spark.addArtifacts(file.name, file=True)
                 self._file = os.path.basename(file.name)
         else:
-            for start in range(0, len(data), _BROADCAST_BYTES):
-                piece = data[start : start + _BROADCAST_BYTES]
+            while piece := source.read(_BROADCAST_BYTES):
                 self._pieces.append(spark.sparkContext.broadcast(piece))
 
     def read(self) -> bytes:

@@ -22,10 +22,10 @@ _PIECE_BYTES: Final = 4 << 20
 _PARTS: Final = 8
 
 
-def pieces_of(data: bytes) -> Iterator[bytes]:
+def pieces_of(data: bytes, most_bytes: int = _PIECE_BYTES) -> Iterator[bytes]:
     """Cut a result into rows of moderate size on its way to the driver or into a file."""
-    for start in range(0, len(data), _PIECE_BYTES):
-        yield data[start : start + _PIECE_BYTES]
+    for start in range(0, len(data), most_bytes):
+        yield data[start : start + most_bytes]
 
 
 def run(

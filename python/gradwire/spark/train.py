@@ -9,6 +9,7 @@ import os
 import secrets
 import threading
 import traceback
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, cast
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from ..clock import now_s
 from ..codec import Encoder
-from ..errors import Closed, GradwireError, PeerLost
+from ..errors import Closed, GradwireError, Mismatch, PeerLost
 from ..exchange import AnyExchange, Exchange, ExchangeStats, Groups, LocalTeam
 from ..torch import SharedOptimizer
 from ..torch.judge import is_adaptive, parameters_of
@@ -35,6 +36,8 @@ from .watch import START_S, Watch, one_line, silence_limits
 OUTPUT: Final = "worker bigint, kind string, part bigint, data binary"
 CATCH_UP_S: Final = 0.2  # for the last messages of an asynchronous epoch
 CONNECT_S: Final = 40.0  # machines that do not reach each other are an error within a minute
+RESULT_BYTES: Final = 1 << 18  # of a row of the results: Java has space for such arrays
+PIECE: Final = 1 << 22  # elements that are averaged at a time, 16 MiB
 FAILURE_S: Final = (
     5.0  # for the other workers' errors, one of which may be the cause of this worker's
 )
@@ -62,6 +65,7 @@ class TrainingJob:
     is_warm: bool  #: the epochs are counted from the checkpoint to resume from
     team_size: int  #: workers of a machine that send one message
     limits: Limits | None  #: of the workers' nodes
+    is_shuffled: bool  #: the rows are assigned to the workers at random, rather than lie where they are trained on
     driver: str | None  #: address of the driver's node
 
 
@@ -82,6 +86,7 @@ class Times:
     apply_s: float = 0.0
     sent_bytes: int = 0
     received_bytes: int = 0
+    shuffled_bytes: int = 0
     held_loss: float = 0.0
     held_weight: float = 0.0
 
@@ -93,6 +98,7 @@ class Times:
                 setattr(self, name, getattr(self, name) + amount)
 
 
+_ALONE: Final = "ParameterAveraging(average_optimizer=False) averages the parameters alone"
 _LOSSES: Final = frozenset({"loss", "held_loss", "held_weight"})  # replaced by those of all workers
 
 
@@ -372,8 +378,10 @@ class AveragingTrainer:
         self._node = node
         self._others = workers - 1
         self._steps = 0  # since the last average
+        self._numel = 0  # number of values that are averaged
         # Made at the first average: before its first step an optimiser may have no state to average.
         self._exchange: Exchange | None = None
+        self._residual = np.empty(0, np.float32)  # of the exchange's encoder
 
     def step(self, times: Times) -> None:
         """Take a step, and average if it is time to.
@@ -391,68 +399,113 @@ class AveragingTrainer:
 
         Raises:
             PeerLost: another worker is gone.
+            ValueError: the workers have other numbers of values.
         """
         if not self._steps:
             return
         self._steps = 0
-        flat = averaged_values(self._replica, self._training)
+        values = Averaged(self._replica, self._training)
         if self._exchange is None:
-            encoder = Encoder(flat.size, threshold=1.0)
+            self._numel = values.numel
+            # All workers have to cut the pieces out of the same tensors.
+            encoder = Encoder(min(PIECE, values.numel), threshold=1.0, key=values.checksum)
             options: Any = {
                 "codec": "dense",
                 "topology": "mesh",
                 "min_peers": self._others,
                 "timeout_s": self._training.timeout_s,
             }
+            self._residual = encoder.residual
             self._exchange = Exchange(encoder, self._node, **options)
-        mean = np.zeros_like(flat)
+        if values.numel != self._numel:
+            raise ValueError(
+                f"the optimiser's state has changed its size: {values.numel} values instead of {self._numel} are to be "
+                f"averaged; {_ALONE}"
+            )
         before = self._exchange.stats
-        self._exchange.step(flat, mean)
+        # In pieces: an exchange holds its messages of several steps, with AdamW each three times the parameters.
+        mean = np.empty_like(self._residual)
+        for first in range(0, values.numel, mean.size):
+            size = min(mean.size, values.numel - first)
+            values.copy_to(self._residual[:size], first)
+            mean.fill(0.0)
+            try:
+                self._exchange.step(None, mean)  # sends the residual, and leaves zeros
+            except Mismatch as error:
+                raise ValueError(
+                    f"not all workers' optimisers have a state of the same parameters, as where a parameter has "
+                    f"gradients on some workers only ({error}); {_ALONE}"
+                ) from error
+            if len(self._exchange.members) < self._others:
+                raise PeerLost(lost_workers(self._node.names, self._exchange.members))
+            values.copy_from(mean[:size], first)
         times.add(before, self._exchange.stats, is_leader=True)
-        if len(self._exchange.members) < self._others:
-            raise PeerLost(lost_workers(self._node.names, self._exchange.members))
-        put_values(self._replica, self._training, mean)
 
     def shared(self) -> contextlib.AbstractContextManager[None]:
         """Do nothing: at the end of an epoch all parameters are the mean."""
         return contextlib.nullcontext()
 
 
-def _averaged(replica: ModelReplica, training: ParameterAveraging) -> list[torch.Tensor]:
-    """Return the parameters, the model's statistics and, if wanted, the optimiser's, in the same order everywhere."""
-    params = parameters_of(replica.optimizer)
-    averaged = [param.detach() for param in params]
-    averaged += [buffer for buffer in replica.model.buffers() if buffer.is_floating_point()]
-    if training.average_optimizer:
-        states = [replica.optimizer.state.get(param, {}) for param in params]
-        values = [state[name] for state in states for name in sorted(state)]
-        averaged += [value for value in values if is_averaged(value)]
-    return averaged
+class Averaged:
+    """Everything that is averaged, as one sequence of float32: parameters, the model's and the optimiser's statistics.
+
+    Args:
+        replica: the model and its optimiser.
+        training: whether the optimiser's state is averaged.
+
+    Attributes:
+        numel: number of values.
+        checksum: of the tensors' sizes.
+    """
+
+    def __init__(self, replica: ModelReplica, training: ParameterAveraging) -> None:
+        params = parameters_of(replica.optimizer)
+        tensors = [param.detach() for param in params]
+        tensors += [buffer for buffer in replica.model.buffers() if buffer.is_floating_point()]
+        if training.average_optimizer:
+            states = [replica.optimizer.state.get(param, {}) for param in params]
+            values = [state[name] for state in states for name in sorted(state)]
+            tensors += [value for value in values if is_averaged(value)]
+        self._tensors = tensors
+        sizes = np.array([tensor.numel() for tensor in tensors], np.int64)
+        self._ends = np.cumsum(sizes)
+        self.numel = int(sizes.sum())
+        self.checksum = zlib.crc32(sizes.tobytes())
+
+    def copy_to(self, piece: NDArray[np.float32], first: int = 0) -> None:
+        """Copy values, from number ``first`` on, into an array."""
+        target = torch.from_numpy(piece)
+        for tensor, start, place in self._cut(first, len(piece)):
+            part = target[place]
+            part.copy_(tensor.reshape(-1)[start : start + len(part)])
+
+    def copy_from(self, piece: NDArray[np.float32], first: int = 0) -> None:
+        """Copy an array into the values from number ``first`` on."""
+        source = torch.from_numpy(piece)
+        for tensor, start, place in self._cut(first, len(piece)):
+            part = source[place]
+            flat = tensor.reshape(-1)
+            flat[start : start + len(part)].copy_(part)
+            if flat.data_ptr() != tensor.data_ptr():  # a copy, of a tensor with another layout
+                tensor.copy_(flat.reshape(tensor.shape))
+
+    def _cut(self, first: int, size: int) -> Iterator[tuple[torch.Tensor, int, slice]]:
+        """Yield the tensors of a piece, with the first element in each, and the tensor's place in the piece."""
+        index = int(np.searchsorted(self._ends, first, side="right"))
+        done = 0
+        while done < size:
+            tensor = self._tensors[index]
+            start = first + done - (int(self._ends[index]) - tensor.numel())
+            stop = min(done + tensor.numel() - start, size)
+            if stop > done:
+                yield tensor, start, slice(done, stop)
+            done = stop
+            index += 1
 
 
 def is_averaged(value: Any) -> bool:
     """Return whether a value of an optimiser's state is averaged."""
     return torch.is_tensor(value) and value.is_floating_point()
-
-
-def averaged_values(replica: ModelReplica, training: ParameterAveraging) -> NDArray[np.float32]:
-    """Return all values that are averaged, one after the other."""
-    tensors = _averaged(replica, training)
-    flat = np.empty(sum(tensor.numel() for tensor in tensors), np.float32)
-    pieces = torch.from_numpy(flat).split([tensor.numel() for tensor in tensors])
-    for tensor, piece in zip(tensors, pieces, strict=True):
-        piece.copy_(tensor.reshape(-1))
-    return flat
-
-
-def put_values(
-    replica: ModelReplica, training: ParameterAveraging, flat: NDArray[np.float32]
-) -> None:
-    """Copy averaged values back."""
-    tensors = _averaged(replica, training)
-    pieces = torch.from_numpy(flat).split([tensor.numel() for tensor in tensors])
-    for tensor, piece in zip(tensors, pieces, strict=True):
-        tensor.copy_(piece.reshape(tensor.shape))
 
 
 class Worker(ModelReplica):
@@ -557,6 +610,8 @@ class Worker(ModelReplica):
             self.trainer = AveragingTrainer(training, self, cast("Node", node), len(leads))
         if self.trainer.team is not None:
             stack.callback(self.trainer.team.close)
+        # Behind the optimiser's own step, which may run code of the user's, the worker waits for the others.
+        self.optimizer.register_step_post_hook(lambda *_: self.watch.rest())
 
     def train(
         self, training: Spill, held: Spill, steps: int, position: Position
@@ -576,6 +631,8 @@ class Worker(ModelReplica):
         last = job.epochs + position.first_epoch * job.is_warm
         while epoch < last:
             times = Times(epoch=epoch, start_s=now_s() - began_s)
+            if job.is_shuffled and not self.history:
+                times.shuffled_bytes = training.nbytes + held.nbytes
             self.model.train()
             while done < (epoch + 1) * steps:
                 self.step(training, order, times)
@@ -608,8 +665,10 @@ class Worker(ModelReplica):
                 self.compute_gradients(training, order, times)
         else:
             for param in parameters_of(self.optimizer):
-                param.grad = torch.zeros_like(param)
-        self.trainer.step(times)
+                if param.requires_grad:  # or else weight decay would move what is frozen elsewhere
+                    param.grad = torch.zeros_like(param)
+        with self.watch.busy():
+            self.trainer.step(times)
         self.watch.note_start()
 
     def end_steps(self, times: Times) -> None:
@@ -705,6 +764,6 @@ def train(job: TrainingJob, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Re
             if is_final:
                 results = [("error", f"{text}\n{trace}".encode())]
     for kind, data in results:
-        for part, piece in enumerate(pieces_of(data)):
+        for part, piece in enumerate(pieces_of(data, RESULT_BYTES)):
             row = {"worker": rank, "kind": kind, "part": part, "data": piece}
             yield pa.RecordBatch.from_pylist([row])

@@ -89,13 +89,17 @@ class Watch:
     def busy(self) -> Iterator[None]:
         """Allow the block ``timeout_s``, and more before the first step.
 
-        Do not wait in the block for other workers, who have times of their own.
+        Do not wait in the block for other workers, who have times of their own, unless after `rest`.
         """
         self._began_s = now_s()
         try:
             yield
         finally:
             self._began_s = None
+
+    def rest(self) -> None:
+        """Allow the remainder of the block in `busy` any time."""
+        self._began_s = None
 
     def _look(self) -> None:
         while not self._ended.wait(_LOOK_S):

@@ -1,0 +1,89 @@
+"""Whether rows may be trained on where they lie, without Spark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+pa: Any = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+
+from gradwire.spark.data import LABEL, VALIDATION, are_spread, summarize  # noqa: E402
+
+pytestmark = pytest.mark.spark
+
+
+def are_alike(partitions: Sequence[Any], workers: int | None = None) -> bool:
+    """Return what an estimator decides for partitions with the given labels."""
+
+    def batches(labels: Any) -> Iterator[Any]:
+        for part in np.array_split(labels, 3):
+            yield pa.RecordBatch.from_pydict({LABEL: pa.array(part.tolist(), pa.int64())})
+
+    summaries = []
+    for labels in partitions:
+        [summary] = summarize(batches(labels))
+        [row] = summary.to_pylist()
+        summaries.append(tuple(row.values()))
+    return are_spread(summaries, len(partitions) if workers is None else workers)
+
+
+@pytest.fixture
+def labels() -> Any:
+    return np.random.default_rng(1).integers(10, size=8_000)
+
+
+def test_random_partitions_of_one_size_are_alike(labels: Any) -> None:
+    assert are_alike(np.array_split(labels, 4))
+    assert are_alike(np.array_split(labels[:40], 4)), "few rows differ by chance"
+    assert are_alike([labels])
+    assert are_alike([np.ones(100, int)] * 2), "labels without a spread"
+
+
+def test_more_partitions_than_workers_are_not(labels: Any) -> None:
+    assert not are_alike(np.array_split(labels, 4), workers=3)
+    assert not are_alike(np.array_split(labels, 4), workers=5)
+
+
+@pytest.mark.parametrize(
+    ("first", "expected"), [(1_040, True), (960, True), (1_060, False), (940, False)]
+)
+def test_five_percent_more_or_fewer_rows_are_the_limit(
+    labels: Any, first: int, expected: bool
+) -> None:
+    rest = np.array_split(labels[first:8_000], 7)
+    assert are_alike([labels[:first], *rest]) == expected
+
+
+def test_a_partition_without_rows_is_not_alike(labels: Any) -> None:
+    assert not are_alike([labels[:0], labels, labels])
+    assert not are_alike([labels[:0], labels[:0]])
+
+
+def test_sorted_labels_are_not_spread(labels: Any) -> None:
+    assert not are_alike(np.array_split(np.sort(labels), 4))
+    middle = np.isin(labels, (4, 5))
+    size = middle.sum()
+    outside = labels[~middle & np.isin(labels, (0, 9, 1, 8))][:size]
+    assert not are_alike([labels[middle][: len(outside)], outside]), "another spread, one mean"
+
+
+def test_labels_that_are_not_finite_are_not_spread() -> None:
+    batch = pa.RecordBatch.from_pydict({LABEL: [1.0, float("nan"), 0.0]})
+    rows = [tuple(next(summarize(iter([batch]))).to_pylist()[0].values())] * 2
+    assert not are_spread(rows, 2)
+
+
+def test_only_rows_for_training_count_and_arrays_are_flattened() -> None:
+    batch = pa.RecordBatch.from_pydict(
+        {
+            LABEL: [[1.0, 2.0], [3.0, None], [9.0, 9.0], [8.0, 8.0]],
+            VALIDATION: [False, False, True, None],
+        }
+    )
+    [summary] = summarize(iter([batch]))
+    assert summary.to_pylist() == [{"rows": 2, "labels": 3, "sum": 6.0, "squares": 14.0}]
+    [empty] = summarize(iter([]))
+    assert empty.to_pylist() == [{"rows": 0, "labels": 0, "sum": 0.0, "squares": 0.0}]
