@@ -88,12 +88,6 @@ def on_links(
     return reports
 
 
-def measured(nodes: int, mbit: int, elements: int, way: str, steps: int) -> Any:
-    """Return the seconds of every step of the first node, and the bytes that the mean node receives in a step."""
-    reports = on_links(nodes, mbit, burst_of(mbit), take_steps, elements, way, steps)
-    return reports[0][0], statistics.mean(received for _, received in reports)
-
-
 def burst_of(mbit: int) -> int:
     """Return the size of a token bucket that holds 5 ms: a larger one fills while a step computes."""
     return min(BURST_BYTES, 625 * mbit)
@@ -132,8 +126,11 @@ def main() -> None:
         for way in options.ways:
             predicted_s = cost.exchange(job, **WAYS[way]).step_s
             steps = round(min(max(MEASURED_S / predicted_s, STEPS_MIN), STEPS_MAX))
-            seconds, received = measured(nodes, mbit, elements, way, steps)
-            step_s = statistics.median(seconds)  # other work on the machine delays single steps
+            reports = on_links(nodes, mbit, burst_of(mbit), take_steps, elements, way, steps)
+            received = statistics.mean(nbytes for _, nbytes in reports)
+            step_s = statistics.median(
+                reports[0][0]
+            )  # other work on the machine delays single steps
             errors.append(abs(predicted_s / step_s - 1.0))
             note = f"{step_s * 1e3:.4g} ms, not {predicted_s * 1e3:.4g}; {received / 1e3:.4g} kB"
             report.add([Row("cost", what, way, *[predicted_s / step_s] * 2, note=note)])

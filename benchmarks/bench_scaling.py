@@ -29,10 +29,14 @@ from harness import Report, Row, Target
 from training.network import DEVICE
 from transport_goodput import SECRET
 
-WIDTH, COMPUTE_S, FORWARD_SHARE = 1_600, 0.1, 1.0 / 3.0
+from gradwire import calibration, cost
+from gradwire.exchange.options import Options
+from gradwire.policy import default_policy
+
+WIDTH, LAYERS, COMPUTE_S, FORWARD_SHARE = 1_600, 10, 0.1, 1.0 / 3.0
 SETTLING_STEPS, STEPS_MIN, STEPS_MAX = 30, 5, 1_000
 MANY = (8, 64, 256, 1_024)  # machines, by estimate
-ALONE, PLAIN, OVERLAPPED = "alone", "all-reduce", "all-reduce, overlapped"
+PLAIN, OVERLAPPED = "all-reduce", "all-reduce, overlapped"
 # The optimiser, on which the density depends, and the options of share.
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     PLAIN: ("", {}),
@@ -53,7 +57,7 @@ def take_steps(
     torch.set_num_threads(1)
     torch.manual_seed(0)  # equal parameters do not travel at the start
     matrices = [torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)]
-    prepare = shared_step if way in WAYS and WAYS[way][0] else reduced_step
+    prepare = shared_step if WAYS[way][0] else reduced_step
     step = prepare(pipe, rank, host, way, torch.nn.Sequential(*matrices), compute_s)
     settling = 2 if prepare is reduced_step else SETTLING_STEPS
     seconds, processor_s = [], 0.0
@@ -109,7 +113,7 @@ def shared_step(
 def reduced_step(
     pipe: Connection, rank: int, host: str, way: str, model: Any, compute_s: float
 ) -> Callable[[float], object]:
-    """Return a step with PyTorch: alone, or with an all-reduce after the backward pass or during it (as DDP's)."""
+    """Return a step with PyTorch's all-reduce, after the backward pass or during it (as DDP's)."""
     import torch
     import torch.distributed as dist
 
@@ -117,16 +121,14 @@ def reduced_step(
 
     pipe.send(f"tcp://{host}:{free_port()}")
     addresses = pipe.recv()
-    if host != "127.0.0.1":
-        os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if host == "127.0.0.1" else DEVICE
     dist.init_process_group("gloo", addresses[0], rank=rank, world_size=len(addresses))
     flat = torch.zeros(sum(param.numel() for param in model.parameters()))
     until_s = [0.0] * len(model)  # when the gradient of a layer is there
 
     def step(begin_s: float) -> None:
         wait_until(begin_s + compute_s)
-        if way == PLAIN:
-            dist.all_reduce(flat)
+        dist.all_reduce(flat)
 
     def overlapped_step(begin_s: float) -> None:
         for layer in range(len(model)):
@@ -156,36 +158,28 @@ def wait_until(deadline_s: float) -> None:
 
 def estimated_s(way: str, job: Any) -> float:
     """Return the seconds of a step by the cost model."""
-    from gradwire import cost
-    from gradwire.exchange.options import Options
-    from gradwire.policy import default_policy
-
     optimizer, options = WAYS[way]
     if not optimizer:
         ring = cost.dense_ring(job)
         return ring.step_s + (ring.hidden_s if way == PLAIN else 0.0)
     density = default_policy(job.elements, is_adaptive=optimizer == "AdamW").density
-    is_sharded = Options.of({}).is_sharded(job.nodes, job.elements)
-    topology: Any = "sharded" if is_sharded else "mesh"
+    topology: Any = "sharded" if Options().is_sharded(job.nodes, job.elements) else "mesh"
     return cost.exchange(replace(job, density=density), topology, **options).step_s
 
 
 def main() -> None:
     """Measure, print, and write JSON if asked."""
-    from gradwire import calibration, cost
-
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the report here as well")
     parser.add_argument("--smoke", action="store_true", help="two machines on loopback")
     parser.add_argument("--mbit", nargs="+", type=int, default=[100, 1_000], help="0: loopback")
     parser.add_argument("--machines", nargs="+", type=int, default=[2, 3, 4])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--layers", type=int, default=10, help=f"of {WIDTH**2:,} parameters")
     parser.add_argument("--seconds", type=float, default=60.0, help="of each measurement")
     options = parser.parse_args()
     if options.smoke:
-        options.mbit, options.machines, options.layers, options.seconds = [0], [2], 1, 0.1
-    elements = options.layers * WIDTH**2
+        options.mbit, options.machines, options.seconds = [0], [2], 0.1
+    elements = (layers := 1 if options.smoke else LAYERS) * WIDTH**2
     facts = {"computation": f"{COMPUTE_S * 1e3:g} ms", "parameters": f"{elements:,}"}
     report = Report("scaling", facts, "smoke test" if options.smoke else "")
     given: Any = {"elements": elements, "step_s": COMPUTE_S, "rates": calibration.measure()}
@@ -199,23 +193,20 @@ def main() -> None:
         for slower in dict.fromkeys((1.0, crowd)):
             steps = round(min(max(options.seconds / expected_s / slower, STEPS_MIN), STEPS_MAX))
             where = round(mbit / slower), burst_of(mbit), take_steps
-            model = options.layers, COMPUTE_S * slower
-            [(alone_s, _)] = on_links(1, 0, 0, take_steps, ALONE, *model, STEPS_MIN)
-            seconds, processor_s = on_links(machines, *where, way, *model, steps)[0]
+            compute_s = COMPUTE_S * slower  # all that a machine alone does
+            seconds, processor_s = on_links(machines, *where, way, layers, compute_s, steps)[0]
             # Throughput is that of all steps: with every=4 one of four has an exchange.
-            figures = [statistics.mean(alone_s) / statistics.mean(seconds)] * 2
+            figures = [compute_s / statistics.mean(seconds)] * 2
             column = f"{machines} machines{', a core each' if slower > 1.0 else ''}"
             note = f"estimate {COMPUTE_S / expected_s:.3f}"
             report.add([Row("scaling", what, column, *figures, target=target, note=note)])
             if slower == 1.0:
-                rank = math.ceil(0.999 * steps) - 1
-                named = {"median": statistics.median(seconds), "99.9 %": sorted(seconds)[rank]}
+                slow_s = sorted(seconds)[math.ceil(0.999 * steps) - 1]
+                named = {"median": statistics.median(seconds), "99.9 %": slow_s}
                 for name, value_s in {**named, "processor": processor_s}.items():
-                    note = f"of {steps}" if name == "99.9 %" else ""
                     row = ("scaling-steps", what, f"{machines}, {name}", *[value_s * 1e3] * 2)
-                    report.add([Row(*row, unit="ms", note=note)])
-    ways = [way for way in options.ways if way != PLAIN]
-    for gbit, way, machines in product((0.1, 1, 10, 100), ways, MANY):
+                    report.add([Row(*row, unit="ms", note=f"of {steps}")])
+    for gbit, way, machines in product((0.1, 1, 10, 100), options.ways, MANY):
         job = cost.Job(nodes=machines, link_bytes_per_s=gbit * 125e6, **given)
         figures = [COMPUTE_S / estimated_s(way, job)] * 2
         where = ("scaling-estimate", f"{gbit:g} Gbit/s, {way}", f"{machines:,} machines")

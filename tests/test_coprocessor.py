@@ -5,10 +5,7 @@ Gradients here are multiples of a power of two, and learning rates are powers of
 
 from __future__ import annotations
 
-import io
-import json
 import os
-import pickle
 import random
 import signal
 import struct
@@ -859,108 +856,6 @@ def test_other_arrays_than_the_host_s_are_refused(cluster: Cluster) -> None:
         cluster.worker(host, other[:1])
     with pytest.raises(gw.Mismatch, match="has the model 'model', this worker 'other'"):
         cluster.worker(host, name="other")
-
-
-def test_a_checkpoint_of_other_arrays_is_refused(cluster: Cluster, tmp_path: Path) -> None:
-    cluster.host(path=tmp_path / "checkpoint").save()
-    with pytest.raises(gw.Mismatch, match=r"the checkpoint .* is of .*\[3, 5\].* not of .*\[22\]"):
-        cluster.host(params=[np.zeros(22, np.float32)], path=tmp_path / "checkpoint")
-
-
-@pytest.mark.torch
-def test_a_checkpoint_of_another_optimizer_is_refused(cluster: Cluster, tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-    params = [torch.zeros(3, requires_grad=True)]
-    options: dict[str, Any] = {"params": params, "path": tmp_path / "checkpoint"}
-    cluster.host(torch.optim.AdamW(params), **options).save()
-    with pytest.raises(gw.Mismatch, match=r"of .*AdamW.* not of .*SGD"):
-        cluster.host(torch.optim.SGD(params, lr=0.1), **options)
-
-
-class Touching:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.path,)
-
-
-def test_a_file_that_is_no_checkpoint_is_refused(cluster: Cluster, tmp_path: Path) -> None:
-    for content in (b"", b"something else", b"[" * 100_000, pickle.dumps([1])):
-        (tmp_path / "file").write_bytes(content)
-        with pytest.raises(ValueError, match="file is no checkpoint of a host"):
-            cluster.host(path=tmp_path / "file")
-
-
-def test_a_checkpoint_runs_no_code(cluster: Cluster, tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(pickle.dumps(Touching(tmp_path / "touched")))
-    with pytest.raises(ValueError, match="file is no checkpoint of a host"):
-        cluster.host(path=tmp_path / "file")
-    assert not (tmp_path / "touched").exists()
-
-
-@pytest.mark.torch
-def test_the_state_of_an_optimizer_of_torch_runs_no_code(cluster: Cluster, tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-    params = [torch.zeros(3, requires_grad=True)]
-
-    def host() -> Host:
-        return cluster.host(torch.optim.Adam(params), params=params, path=tmp_path / "file")
-
-    host().save()
-    document, _, _ = (tmp_path / "file").read_bytes().partition(b"\n")
-    state = io.BytesIO()
-    torch.save({"state": Touching(tmp_path / "touched")}, state)
-    changed = json.loads(document)
-    changed["arrays"]["torch"] = [["uint8", [len(state.getvalue())]]]
-    data = json.dumps(changed).encode() + b"\n" + bytes(12) + state.getvalue()
-    (tmp_path / "file").write_bytes(data)
-    with pytest.raises(ValueError, match="file is no checkpoint of a host"):
-        host()
-    assert not (tmp_path / "touched").exists()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"version": -1},
-        {"version": 10**30},
-        {"version": 0.5},
-        {"taken": [[1, -2]]},
-        {"taken": [[1.5, 2]]},
-        {"taken": 7},
-        {"arrays": {}},
-        {"arrays": {"params": [["float32", [3, 5]]], "velocity": [["float32", [7]]]}},
-        {"arrays": {"params": [["float32", [-22]]]}},
-        {"arrays": {"params": [["object", [11]]]}},
-        {"arrays": {"params": [["float32", [10**12]]]}},
-        {"arrays": {"params": [["float32", []]] * 1_000_000}},
-        {"arrays": {"params": [["float32", [3, 5]], ["float32", [7]]], "batch": []}},
-    ],
-)
-def test_a_changed_checkpoint_is_refused(
-    cluster: Cluster, tmp_path: Path, change: dict[str, Any]
-) -> None:
-    cluster.host(path=tmp_path / "file").save()
-    document, _, data = (tmp_path / "file").read_bytes().partition(b"\n")
-    text = json.dumps({**json.loads(document), **change}).encode()
-    (tmp_path / "file").write_bytes(text + b"\n" + data)
-    with pytest.raises(ValueError, match="file is no checkpoint of a host"):
-        cluster.host(path=tmp_path / "file")
-
-
-@pytest.mark.parametrize("data", [b"\0\0\xc0\x7f", b"\0\0\x80\x7f", b"more", b""])
-def test_a_checkpoint_with_other_numbers_is_refused(
-    cluster: Cluster, tmp_path: Path, data: bytes
-) -> None:
-    cluster.host(path=tmp_path / "file").save()
-    content = (tmp_path / "file").read_bytes()
-    content = content[:-4] + data if data != b"more" else content + data
-    (tmp_path / "file").write_bytes(content)
-    with pytest.raises(ValueError, match="file is no checkpoint of a host"):
-        cluster.host(path=tmp_path / "file")
 
 
 def test_a_worker_may_follow_another_one_on_its_node(cluster: Cluster) -> None:
