@@ -281,8 +281,9 @@ class Node(NotCopied, instead="make a node in every process that has one"):
         """Return whether `publish` would take a message of this size now instead of raising `WouldBlock`."""
         self._check_open()
         with self._lock:
-            if not self._endpoint.has_room(nbytes):
-                self._pump()
+            if self._endpoint.has_room(nbytes):
+                return True
+            self._pump()
             return self._endpoint.has_room(nbytes)
 
     def receive(self, timeout_s: float = 0.0) -> list[Received]:
