@@ -99,6 +99,9 @@ class Times:
 
 
 _ALONE: Final = "ParameterAveraging(average_optimizer=False) averages the parameters alone"
+_HANG_S: Final = (
+    5.0  # in which a worker's watch notices that its code hangs, after the time that is allowed
+)
 _LOSSES: Final = frozenset({"loss", "held_loss", "held_weight"})  # replaced by those of all workers
 
 
@@ -414,6 +417,8 @@ class AveragingTrainer:
                 "topology": "mesh",
                 "min_peers": self._others,
                 "timeout_s": self._training.timeout_s,
+                # A worker whose code hangs before the first average ends itself meanwhile, and is named for it.
+                "start_timeout_s": self._training.timeout_s + _HANG_S,
             }
             self._residual = encoder.residual
             self._exchange = Exchange(encoder, self._node, **options)
