@@ -25,7 +25,7 @@ import pytest
 from numpy.typing import NDArray
 
 import gradwire as gw
-from gradwire import coprocessor, reference, shared_memory
+from gradwire import coprocessor, reference, shared_memory, slices
 from gradwire.coprocessor import SGD, Host, Worker
 from gradwire.transport import Limits, PeerJoined
 
@@ -303,7 +303,8 @@ def test_no_gradient_is_lost_or_repeated_whatever_fails_and_whenever(
     restarts: int,
     slice_bytes: int,
 ) -> None:
-    monkeypatch.setattr(coprocessor, "SLICE_BYTES", slice_bytes)
+    for module in (coprocessor, slices):
+        monkeypatch.setattr(module, "SLICE_BYTES", slice_bytes)
     monkeypatch.setattr(coprocessor, "LEAST_SLICE_BYTES", min(slice_bytes, 4_096))
     chance = random.Random(seed)
     options: dict[str, Any] = {"path": tmp_path / "checkpoint", "save_every": 3, "name": "model"}

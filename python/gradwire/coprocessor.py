@@ -37,7 +37,15 @@ from .codec import Encoder
 from .errors import GradwireError, MessageError, Mismatch, NotConnected, WouldBlock
 from .hosted import HostedModel
 from .message import Message, apply, apply_many, decode, dense_message
-from .slices import LEAST_SLICE_BYTES, SLICE_BYTES, Assembler, Outgoing, Slicer, tag_of_slice
+from .slices import (
+    LEAST_SLICE_BYTES,
+    SLICE_BYTES,
+    Assembler,
+    Outgoing,
+    Slicer,
+    slice_bytes_of,
+    tag_of_slice,
+)
 from .state import check_format, check_range
 from .transport import Node, Peer, PeerJoined, Received, Ticket
 
@@ -52,6 +60,7 @@ _PART: Final = 1 << 22  # elements of a part of the parameters, between which th
 _RETRY_S: Final = 1.0  # between two questions of a worker that hears nothing
 _TICK_S: Final = 0.01
 _DRAIN_S: Final = 5.0
+_WHO: Final = "a host or worker"
 _NUMBERS: Final = 1 << 63  # of gradients and versions
 _RUNS_MAX: Final = 64  # of workers, one after the other, on one node
 _DOCUMENT_BYTES: Final = 64 << 20  # most of a checkpoint's first line
@@ -264,7 +273,7 @@ class Host(AbstractContextManager["Host"]):
         self.version = 0
         self.refused = 0
         self._optimizer = optimizer
-        own_bytes = _own_slice_bytes(node)
+        own_bytes = slice_bytes_of(node, _WHO)
         self._path = None if path is None else Path(path)
         self._runs: dict[int, _Run] = {}
         self._replicas: dict[Peer, _Replica] = {}
@@ -337,7 +346,7 @@ class Host(AbstractContextManager["Host"]):
         if max(version, number, other) >= _NUMBERS:
             raise MessageError(f"numbers {version}, {number} and {other}")
         if kind == _Kind.HELLO:
-            slice_bytes = min(_checked_slice_bytes(slice_bytes), _own_slice_bytes(self.node))
+            slice_bytes = min(_checked_slice_bytes(slice_bytes), slice_bytes_of(self.node, _WHO))
             self._slice_bytes[peer] = slice_bytes
             of_peer = [run.id for run in self._runs.values() if run.peer == peer]
             if run_id not in self._runs and len(of_peer) >= _RUNS_MAX:
@@ -381,7 +390,7 @@ class Host(AbstractContextManager["Host"]):
             if kind == _Kind.HELLO:
                 name = self._model.name if self._model else None
                 document = {"format": _FORMAT, "name": name, "layout": self._layout[1:]}
-                document["slice_bytes"] = _own_slice_bytes(self.node)
+                document["slice_bytes"] = slice_bytes_of(self.node, _WHO)
                 body = json.dumps(document).encode()
                 _publish(self.node, peer, _Kind.WELCOME, (run.id, self.version, *status), body)
             elif not run.has_replica:
@@ -501,7 +510,7 @@ class _Channel:
 
     def __init__(self, node: Node) -> None:
         self.sent = 0
-        self._slice_bytes = _own_slice_bytes(node)
+        self._slice_bytes = slice_bytes_of(node, _WHO)
         self._slicer = Slicer(node, _Kind.SLICE, lambda peer: peer, lambda _: self._slice_bytes)
         self._outgoing: Outgoing | None = None  # of which the transport has not taken all
         self._assembler = Assembler(0)
@@ -663,7 +672,7 @@ class Worker(AbstractContextManager["Worker"]):
             if not (self._host and _publish(self.node, self._host, _Kind.ASK, (self._run,))):
                 self._host = None
                 # To all peers: other workers do not answer.
-                slice_bytes = _own_slice_bytes(self.node)
+                slice_bytes = slice_bytes_of(self.node, _WHO)
                 numbers = (self._run, self.version, self._saved, self.name is None, slice_bytes)
                 _publish(self.node, None, _Kind.HELLO, numbers)
         for peer, tag, received in self.node.receive(timeout_s):
@@ -796,21 +805,6 @@ def _publish(
         return node.publish(_packed(numbers, body), tag=kind, to=peer)
     except (WouldBlock, NotConnected):
         return None
-
-
-def _own_slice_bytes(node: Node) -> int:
-    """Return the size of the largest message that a node takes, of those that it gets in slices.
-
-    Raises:
-        ValueError: the node takes none that is large enough.
-    """
-    most_bytes = node.limits.message_bytes_max
-    if most_bytes < LEAST_SLICE_BYTES:
-        raise ValueError(
-            f"message_bytes_max of the node is {most_bytes}, a host or worker needs at least {LEAST_SLICE_BYTES}: "
-            "larger messages go in slices of that size"
-        )
-    return min(SLICE_BYTES, most_bytes)
 
 
 def _checked_slice_bytes(value: Any) -> int:

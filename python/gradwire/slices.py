@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from .errors import MessageError, NotConnected, WouldBlock
-from .transport import Node, Peer, Ticket
+from .transport import Limits, Node, Peer, Ticket
 
 __all__ = [
     "INCOMPLETE_MAX",
@@ -26,6 +26,7 @@ __all__ = [
     "Assembler",
     "Outgoing",
     "Slicer",
+    "slice_bytes_of",
     "tag_of_slice",
 ]
 
@@ -141,6 +142,22 @@ class _Assembly:
     tag: int
     data: memoryview
     filled: int = 0
+
+
+def slice_bytes_of(node: Node, who: str) -> int:
+    """Return the size of the largest message that a node takes, of those that it gets in slices.
+
+    Raises:
+        ValueError: the node takes none that is large enough for ``who``.
+    """
+    # A stand-in for a node may have no limits of its own.
+    most_bytes = getattr(node, "limits", Limits()).message_bytes_max
+    if most_bytes < LEAST_SLICE_BYTES:
+        raise ValueError(
+            f"message_bytes_max of the node is {most_bytes}, {who} needs at least {LEAST_SLICE_BYTES}: larger "
+            "messages are cut, but not smaller"
+        )
+    return min(SLICE_BYTES, most_bytes)
 
 
 def tag_of_slice(payload: memoryview) -> int:

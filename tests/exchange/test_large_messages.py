@@ -12,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 import gradwire as gw
+from gradwire import slices
 from gradwire.errors import MessageError
 from gradwire.exchange import Group, protocol
 from gradwire.exchange import exchange as exchange_module
@@ -41,7 +42,7 @@ histories = pytest.mark.parametrize(
 @pytest.fixture
 def small_slices(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Let the nodes of a cluster take 70 bytes at once; yield how many slices each update of a node had."""
-    monkeypatch.setattr(exchange_module, "SLICE_BYTES", 70)
+    monkeypatch.setattr(slices, "SLICE_BYTES", 70)
     monkeypatch.setattr(protocol, "LEAST_SLICE_BYTES", 70)
     sizes: list[int] = []
     publish = FakeNode.publish

@@ -8,11 +8,11 @@ from __future__ import annotations
 import itertools
 import sys
 
-from gradwire.transport.wire import CONTROL, DATA, INIT
+from gradwire.transport.wire import CONTROL, INIT
 
 from .faults import MEGABYTE
 from .simulator import Host, Link, Simulator
-from .test_observers import FLOOD_PER_MS, THIRD, Third, deliver, forgeries, is_connected, starting
+from .test_observers import THIRD, Third, deliver, flooded, is_connected, starting
 
 
 def bytes_to_a_third_address() -> float:
@@ -54,21 +54,7 @@ def goodput_of_copied_stream(*, copies: bool) -> float:
 
 def goodput_under_forgeries(nbytes: int, *, forges: bool) -> float:
     """Return the goodput of a path of 12.5 MB/s under 10,000 forged datagrams a second."""
-    simulator = Simulator(8, Link(delay_s=0.001, rate_bytes_per_s=12.5e6))
-    one, two = simulator.mesh(2)
-    forge = forgeries(8, nbytes)
-    seen: list[bytes] = []
-    simulator.link(one, two).drop = lambda _, datagram: bool(
-        datagram[0] == DATA and seen.append(datagram)
-    )
-
-    def strike() -> None:
-        for _ in range(FLOOD_PER_MS if seen else 0):
-            deliver(simulator, two, forge(seen[-1]), one.address)
-        if forges:
-            simulator.call_at(simulator.now_s + 0.001, strike)
-
-    strike()
+    simulator, one, _ = flooded(nbytes, forges=forges)
     return _goodput(simulator, one, 3)
 
 

@@ -227,27 +227,33 @@ def forgeries(seed: int, nbytes: int) -> Callable[[bytes], bytes]:
     return forge
 
 
+def flooded(nbytes: int, *, forges: bool, batches: bool = True) -> tuple[Simulator, Host, Host]:
+    """Return two nodes on a path of 12.5 MB/s, the second under 10,000 forged datagrams a second."""
+    simulator = Simulator(8, Link(delay_s=0.001, rate_bytes_per_s=12.5e6), batches=batches)
+    one, two = simulator.mesh(2)
+    forge = forgeries(8, nbytes)
+    seen: list[bytes] = []
+    simulator.link(one, two).drop = lambda _, datagram: bool(
+        datagram[0] == DATA and seen.append(datagram)
+    )
+
+    def strike() -> None:
+        for _ in range(FLOOD_PER_MS if seen else 0):
+            deliver(simulator, two, forge(seen[-1]), one.address)
+        if forges:
+            simulator.call_at(simulator.now_s + 0.001, strike)
+
+    strike()
+    return simulator, one, two
+
+
 @pytest.mark.parametrize("nbytes", [17, 100, 1_000])
 @pytest.mark.parametrize("batches", [True, False])
 def test_ten_thousand_forged_fragments_a_second_cost_a_fifth_at_most(
     nbytes: int, batches: bool
 ) -> None:
     def elapsed_s(is_forging: bool) -> float:
-        simulator = Simulator(8, Link(delay_s=0.001, rate_bytes_per_s=12.5e6), batches=batches)
-        one, two = simulator.mesh(2)
-        forge = forgeries(8, nbytes)
-        seen: list[bytes] = []
-        simulator.link(one, two).drop = lambda _, datagram: bool(
-            datagram[0] == DATA and seen.append(datagram)
-        )
-
-        def strike() -> None:
-            for _ in range(FLOOD_PER_MS if seen else 0):
-                deliver(simulator, two, forge(seen[-1]), one.address)
-            if is_forging:
-                simulator.call_at(simulator.now_s + 0.001, strike)
-
-        strike()
+        simulator, one, two = flooded(nbytes, forges=is_forging, batches=batches)
         started_s = simulator.now_s
         tickets = [simulator.publish(one, bytes([tag]) * MEGABYTE, tag) for tag in range(3)]
         simulator.run_until(lambda: all(ticket.is_done for ticket in tickets), 5.0)

@@ -14,8 +14,7 @@ from ..agreement import Agreement
 from ..arrays import copies, writable_views
 from ..codec import Encoder
 from ..errors import NotCopied
-from ..slices import LEAST_SLICE_BYTES, SLICE_BYTES
-from ..transport import Limits
+from ..slices import slice_bytes_of
 from . import checkpoint
 from .consistency import Consistency
 from .departure import Departure, Trainings
@@ -631,18 +630,6 @@ def _groups_of(enc: Encoder | Groups) -> Groups:
     return enc if isinstance(enc, Groups) else Groups([Group(enc)])
 
 
-def _message_bytes_max(node: Node) -> int:
-    """Return the size of the largest message that a node takes; raise `ValueError` if that is too little."""
-    # A stand-in for a node may have no limits of its own.
-    most_bytes = getattr(node, "limits", Limits()).message_bytes_max
-    if most_bytes < LEAST_SLICE_BYTES:
-        raise ValueError(
-            f"message_bytes_max of the node is {most_bytes}, an exchange needs at least {LEAST_SLICE_BYTES}: larger "
-            "messages are cut, but not smaller"
-        )
-    return most_bytes
-
-
 def _check_memory(options: Options, groups: Groups, node: Node) -> None:
     """Refuse dense messages that this machine cannot hold.
 
@@ -674,7 +661,7 @@ def _make_parts(options: Options, groups: Groups, node: Node) -> _Parts:
         total = MomentumSum(groups, options.outer_momentum)
     replica = Replica(groups, total, node.peer, options)
     signature = options.signature(groups.encoders)
-    slice_bytes = min(SLICE_BYTES, _message_bytes_max(node))
+    slice_bytes = slice_bytes_of(node, "an exchange")
     introductions = Introductions(node.peer, node.names, signature, options.role, slice_bytes)
     membership = Membership(
         node.peer,
