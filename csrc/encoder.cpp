@@ -9,6 +9,7 @@
 #include "apply.h"
 #include "array_cursor.h"
 #include "common/error.h"
+#include "common/sample_group.h"
 #include "dense.h"
 #include "parallel.h"
 
@@ -20,6 +21,7 @@ namespace gradwire {
 namespace {
 
 constexpr uint64_t kWordsPerThread = 4096;  // 2^18 elements: fewer do not repay the start of a thread
+constexpr uint64_t kWordsInCache = 16;      // a difference of so many words is in the first cache when it is read
 constexpr uint64_t kHugePage = uint64_t{2} << 20;
 
 // Return zero-filled memory, aligned to 64 bytes, in huge pages where the system has them.
@@ -33,6 +35,27 @@ Memory<uint8_t> allocate_zeroed(uint64_t bytes) {
 #endif
     std::memset(memory, 0, rounded);
     return Memory<uint8_t>(memory);
+}
+
+template <class Residual, class Value>
+void subtract(const void* now, const void* before, uint64_t count, Residual* out) {
+    const auto* minuend = static_cast<const Value*>(now);
+    const auto* subtrahend = static_cast<const Value*>(before);
+    for (uint64_t i = 0; i < count; ++i) out[i] = static_cast<Residual>(minuend[i] - subtrahend[i]);
+}
+
+// Write the next `count` elements of a difference.
+template <class Residual>
+void subtract_next(ArrayCursor& now, ArrayCursor& before, uint64_t count, Residual* out) {
+    while (count > 0) {
+        const uint64_t some = std::min({now.left(), before.left(), count});
+        const auto function = now.dtype() == Dtype::kFloat64 ? subtract<Residual, double> : subtract<Residual, float>;
+        function(now.data(), before.data(), some, out);
+        now.advance(some);
+        before.advance(some);
+        out += some;
+        count -= some;
+    }
 }
 
 }  // namespace
@@ -97,8 +120,7 @@ void Encoder::extract_range(const std::vector<ConstArray>* update, Levels<Residu
 }
 
 template <class Residual>
-Encoder::PartLists Encoder::extract(const std::vector<ConstArray>* update, Levels<Residual> levels,
-                                    const Partition& partition) {
+Encoder::PartLists Encoder::extract(const Input& input, Levels<Residual> levels, const Partition& partition) {
     MaskWord* const words = words_.reserve((numel_ + 63) / 64);
     // Every thread has a place in every part's list, as the part's words before it need at most.
     const auto lists_from = [&](uint64_t word) {
@@ -113,7 +135,15 @@ Encoder::PartLists Encoder::extract(const std::vector<ConstArray>* update, Level
     std::vector<PartLists> threads(threads_);
     const unsigned count = for_words([&](unsigned i, uint64_t from_word, uint64_t to_word) {
         threads[i] = lists_from(from_word);
-        extract_range(update, levels, partition, from_word, to_word, threads[i]);
+        if (!input.before) return extract_range(input.update, levels, partition, from_word, to_word, threads[i]);
+        ArrayCursor now(input.update, from_word * 64);
+        ArrayCursor before(input.before, from_word * 64);
+        for (uint64_t word = from_word; word < to_word; word += kWordsInCache) {
+            const uint64_t end = std::min(word + kWordsInCache, to_word);
+            subtract_next(now, before, std::min(end * 64, numel_) - word * 64,
+                          static_cast<Residual*>(residual_) + word * 64);
+            extract_range(nullptr, levels, partition, word, end, threads[i]);
+        }
     });
     PartLists& all = threads[0];
     for (unsigned i = 1; i < count; ++i)
@@ -271,10 +301,9 @@ uint64_t Encoder::least_bytes(const PartLists& lists, const Partition& partition
 }
 
 template <class Residual>
-Encoded Encoder::encode_as(const std::vector<ConstArray>* update, const EncodeOptions& options,
-                           const Partition& partition) {
+Encoded Encoder::encode_as(const Input& input, const EncodeOptions& options, const Partition& partition) {
     const auto levels = levels_of<Residual>(options.threshold, options.rounding_point);
-    PartLists lists = extract<Residual>(update, levels, partition);
+    PartLists lists = extract<Residual>(input, levels, partition);
     const Extracted all = total(lists, partition);
     if (all.nonfinite > 0 && !options.skip_nonfinite) {
         restore(lists, levels.quantum, partition);
@@ -295,27 +324,39 @@ Encoded Encoder::encode_as(const std::vector<ConstArray>* update, const EncodeOp
     return encoded;
 }
 
-SampledQuantiles Encoder::sample(const std::vector<ConstArray>* update, uint16_t threshold, double rounding_point,
-                                 double density, uint64_t turn) const {
+SampledQuantiles Encoder::sample(const Input& input, uint16_t threshold, double rounding_point, double density,
+                                 uint64_t turn) {
     return with_value_of(dtype_, [&](auto zero) {
         using Residual = decltype(zero);
-        return sample_quantiles(static_cast<const Residual*>(residual_), numel_, update,
-                                levels_of<Residual>(threshold, rounding_point), density, turn);
+        auto* residual = static_cast<Residual*>(residual_);
+        if (input.before) {
+            const uint64_t stride = sample_stride(numel_, density);
+            const uint64_t first = first_sampled(stride, turn);
+            ArrayCursor now(input.update, first);
+            ArrayCursor before(input.before, first);
+            for (uint64_t at = first; at < numel_; at += stride) {
+                const uint64_t count = std::min(kSampleGroup, numel_ - at);
+                subtract_next(now, before, count, residual + at);
+                now.advance(stride - count);
+                before.advance(stride - count);
+            }
+        }
+        return sample_quantiles<Residual>(residual, numel_, input.before ? nullptr : input.update,
+                                          levels_of<Residual>(threshold, rounding_point), density, turn);
     });
 }
 
-Encoded Encoder::encode(const std::vector<ConstArray>* update, const EncodeOptions& options,
-                        const Partition& partition) {
-    return with_value_of(dtype_, [&](auto zero) { return encode_as<decltype(zero)>(update, options, partition); });
+Encoded Encoder::encode(const Input& input, const EncodeOptions& options, const Partition& partition) {
+    return with_value_of(dtype_, [&](auto zero) { return encode_as<decltype(zero)>(input, options, partition); });
 }
 
-Encoded Encoder::encode_dense(const std::vector<ConstArray>* update, DenseType dtype, const EncodeOptions& options,
+Encoded Encoder::encode_dense(const Input& input, DenseType dtype, const EncodeOptions& options,
                               const Partition& partition) {
     // No finite value passes an infinite threshold, so pass 1 only accumulates and finds the non-finite values.
     const Partition one = undivided(numel_);
     const Extracted extracted = with_value_of(dtype_, [&](auto zero) {
         constexpr auto kEndless = std::numeric_limits<decltype(zero)>::infinity();
-        return total(extract<decltype(zero)>(update, {kEndless, kEndless}, one), one);
+        return total(extract<decltype(zero)>(input, {kEndless, kEndless}, one), one);
     });
     if (extracted.nonfinite > 0 && !options.skip_nonfinite)
         throw NonFiniteUpdate(extracted.nonfinite, extracted.first_nonfinite);
@@ -338,28 +379,6 @@ Encoded Encoder::encode_dense(const std::vector<ConstArray>* update, DenseType d
 
 namespace {
 
-template <class Residual, class Value>
-void subtract(const void* now, const void* before, uint64_t count, Residual* out) {
-    const auto* minuend = static_cast<const Value*>(now);
-    const auto* subtrahend = static_cast<const Value*>(before);
-    for (uint64_t i = 0; i < count; ++i) out[i] = static_cast<Residual>(minuend[i] - subtrahend[i]);
-}
-
-template <class Residual>
-void hold_range(const std::vector<ConstArray>& now, const std::vector<ConstArray>& before, uint64_t begin, uint64_t end,
-                Residual* residual) {
-    ArrayCursor ours(&now, begin);
-    ArrayCursor theirs(&before, begin);
-    while (begin < end) {
-        const uint64_t some = std::min({ours.left(), theirs.left(), end - begin});
-        const auto function = ours.dtype() == Dtype::kFloat64 ? subtract<Residual, double> : subtract<Residual, float>;
-        function(ours.data(), theirs.data(), some, residual + begin);
-        ours.advance(some);
-        theirs.advance(some);
-        begin += some;
-    }
-}
-
 template <class Residual>
 Clipped clip_values(Residual* values, uint64_t numel, Residual limit) {
     constexpr uint64_t kBlock = 1024;
@@ -381,15 +400,6 @@ Clipped clip_values(Residual* values, uint64_t numel, Residual limit) {
 }
 
 }  // namespace
-
-void Encoder::hold_difference(const std::vector<ConstArray>& now, const std::vector<ConstArray>& before) {
-    for_words([&](unsigned, uint64_t from_word, uint64_t to_word) {
-        with_value_of(dtype_, [&](auto zero) {
-            hold_range(now, before, from_word * 64, std::min(to_word * 64, numel_),
-                       static_cast<decltype(zero)*>(residual_));
-        });
-    });
-}
 
 Clipped Encoder::clip(double limit) {
     return with_value_of(dtype_, [&](auto zero) {

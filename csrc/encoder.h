@@ -24,6 +24,13 @@ struct EncodeOptions {
     uint64_t most_changed = UINT64_MAX;
 };
 
+// What an encode adds to the residual: `update`, unless it is null; or with `before` the residual becomes `update`
+// minus `before`, which are arrays of the same sizes and dtypes, float32 or float64.
+struct Input {
+    const std::vector<ConstArray>* update = nullptr;
+    const std::vector<ConstArray>* before = nullptr;
+};
+
 struct Encoded {
     std::vector<MessageBytes> messages;  // one for each part
     uint64_t skipped = 0;                // non-finite elements left out
@@ -42,24 +49,20 @@ class Encoder {
     // Encode from a residual that the caller owns.
     Encoder(void* residual, uint64_t numel, Dtype dtype, unsigned threads);
 
-    // residual += update (unless `update` is null); extract +-threshold from the elements that reach their share
-    // of it, as a ternary message for each part. A non-finite element without `skip_nonfinite` throws NonFiniteUpdate
-    // and extracts nothing.
-    Encoded encode(const std::vector<ConstArray>* update, const EncodeOptions& options, const Partition& partition);
+    // Take the input; extract +-threshold from the elements that reach their share of it, as a ternary message for each
+    // part. A non-finite element without `skip_nonfinite` throws NonFiniteUpdate and extracts nothing.
+    Encoded encode(const Input& input, const EncodeOptions& options, const Partition& partition);
     Encoded encode(const std::vector<ConstArray>* update, const EncodeOptions& options) {
-        return encode(update, options, undivided(numel_));
+        return encode({update}, options, undivided(numel_));
     }
 
     // The same, but send the whole residual, as dense messages of `dtype`.
-    Encoded encode_dense(const std::vector<ConstArray>* update, DenseType dtype, const EncodeOptions& options,
-                         const Partition& partition);
+    Encoded encode_dense(const Input& input, DenseType dtype, const EncodeOptions& options, const Partition& partition);
 
-    // Sample the quantiles of a density before a step with this update, threshold (bfloat16 bits) and rounding point.
-    SampledQuantiles sample(const std::vector<ConstArray>* update, uint16_t threshold, double rounding_point,
-                            double density, uint64_t turn = 0) const;
-
-    // residual = now - before: arrays of the same sizes and dtypes, float32 or float64.
-    void hold_difference(const std::vector<ConstArray>& now, const std::vector<ConstArray>& before);
+    // Sample the quantiles of a density before a step with this input, threshold (bfloat16 bits) and rounding point. Of
+    // a difference the sampled elements enter the residual, and it is like an input that the caller has added.
+    SampledQuantiles sample(const Input& input, uint16_t threshold, double rounding_point, double density,
+                            uint64_t turn = 0);
 
     // Limit the residual to [-limit, limit].
     Clipped clip(double limit);
@@ -77,12 +80,12 @@ class Encoder {
     using PartLists = std::vector<PartList>;
 
     template <class Residual>
-    PartLists extract(const std::vector<ConstArray>* update, Levels<Residual> levels, const Partition& partition);
+    PartLists extract(const Input& input, Levels<Residual> levels, const Partition& partition);
     template <class Residual>
     void extract_range(const std::vector<ConstArray>* update, Levels<Residual> levels, const Partition& partition,
                        uint64_t from_word, uint64_t to_word, PartLists& lists);
     template <class Residual>
-    Encoded encode_as(const std::vector<ConstArray>* update, const EncodeOptions& options, const Partition& partition);
+    Encoded encode_as(const Input& input, const EncodeOptions& options, const Partition& partition);
     template <class Residual>
     void restore(const PartLists& lists, Residual quantum, const Partition& partition);
     // Undo `extract` and extract the `most_changed` largest of its elements instead, with the threshold that is

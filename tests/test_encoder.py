@@ -853,20 +853,46 @@ def test_a_state_that_lacks_something_is_refused_whole() -> None:
 @pytest.mark.parametrize(
     ("dtype", "residual"), [("float32", "float32"), ("float64", "float64"), ("float64", "float32")]
 )
-def test_the_residual_can_be_set_to_a_difference_of_arrays(
-    dtype: str, residual: str, threads: int
+@pytest.mark.parametrize(
+    "options", [{}, {"dense": True}, {"parts": 3}, {"max_bytes": 900}], ids=str
+)
+@pytest.mark.parametrize("policy", [1.0, gw.TargetDensity(0.01)], ids=str)
+def test_a_difference_of_arrays_is_encoded_as_a_residual_that_holds_it(
+    policy: Any, options: dict[str, Any], dtype: str, residual: str, threads: int
 ) -> None:
     rng = np.random.default_rng(31)
     numel = 600_005
-    now, before = rng.standard_normal((2, numel)).astype(dtype)
-    encoder = gw.Encoder(numel, threshold=1.0, dtype=residual, threads=threads)
-    encoder.residual[:] = 7.0
-    encoder.hold_difference([now[:70], now[70:]], [before[:70], before[70:]])
-    np.testing.assert_array_equal(encoder.residual, (now - before).astype(residual))
+    encoder, expected = (
+        gw.Encoder(numel, threshold=policy, dtype=residual, threads=threads) for _ in range(2)
+    )
+    for _ in range(3):
+        now, before = rng.standard_normal((2, numel)).astype(dtype)
+        encoder.residual[:] = 7.0
+        expected.residual[:] = now - before
+        messages = encoder.encode(
+            [now[:70], now[70:]], before=[before[:70], before[70:]], **options
+        )
+        own = expected.encode(**options)
+        assert list(map(bytes, [messages] if isinstance(messages, gw.Message) else messages)) == (
+            list(map(bytes, [own] if isinstance(own, gw.Message) else own))
+        )
+        np.testing.assert_array_equal(encoder.residual, expected.residual)
+        assert encoder.threshold == expected.threshold
 
 
-def test_arrays_that_are_not_alike_leave_the_residual_alone() -> None:
-    encoder = gw.Encoder(4, threshold=1.0)
+def test_a_difference_that_is_not_finite_is_refused() -> None:
+    now, before = np.ones(200, np.float32), np.zeros(200, np.float32)
+    now[130] = np.nan
+    encoder = gw.Encoder(200, threshold=0.5)
+    with pytest.raises(gw.NonFiniteUpdate, match="130"):
+        encoder.encode(now, before=before)
+    np.testing.assert_array_equal(encoder.residual, np.nan_to_num(now))
+    assert encoder.step == 0
+
+
+@pytest.mark.parametrize("policy", [1.0, gw.TargetDensity(0.1)], ids=str)
+def test_arrays_that_are_not_alike_leave_the_residual_alone(policy: Any) -> None:
+    encoder = gw.Encoder(4, threshold=policy)
     four, five = np.ones(4, np.float32), np.ones(5, np.float32)
     for now, before, complaint in (
         (four, five, "same sizes and dtypes"),
@@ -876,9 +902,9 @@ def test_arrays_that_are_not_alike_leave_the_residual_alone() -> None:
         (encoder.residual, four, "overlaps"),
     ):
         with pytest.raises(ValueError, match=complaint):
-            encoder.hold_difference(now, before)
+            encoder.encode(now, before=before)
     with pytest.raises(TypeError, match="float16"):
-        encoder.hold_difference(four.astype(np.float16), four)
+        encoder.encode(four.astype(np.float16), before=four)
     assert not encoder.residual.any()
 
 

@@ -41,9 +41,9 @@ class PyEncoder {
         kernels();  // throws if GRADWIRE_ISA names an unusable instruction set
     }
 
-    py::tuple encode(const py::object& update, double threshold, double rounding_point, uint8_t flags, uint32_t key,
-                     uint32_t step, bool skip_nonfinite, const py::object& partition, uint64_t max_bytes,
-                     uint64_t most_changed) {
+    py::tuple encode(const py::object& update, const py::object& before, double threshold, double rounding_point,
+                     uint8_t flags, uint32_t key, uint32_t step, bool skip_nonfinite, const py::object& partition,
+                     uint64_t max_bytes, uint64_t most_changed) {
         EncodeOptions options;
         options.threshold = float_to_bfloat16(static_cast<float>(threshold));
         options.rounding_point = rounding_point;
@@ -56,16 +56,17 @@ class PyEncoder {
             options.most_changed = most_changed;
         }
         const Partition parts = partition_or_whole(partition);
-        Encoded encoded = with_update(
-            update, [&](const std::vector<ConstArray>* arrays) { return encoder_.encode(arrays, options, parts); });
+        Encoded encoded =
+            with_input(update, before, [&](const Input& input) { return encoder_.encode(input, options, parts); });
         return py::make_tuple(messages_of(encoded, partition), encoded.skipped, encoded.reached);
     }
 
-    py::tuple sample(const py::object& update, double threshold, double rounding_point, double density, uint64_t turn) {
+    py::tuple sample(const py::object& update, const py::object& before, double threshold, double rounding_point,
+                     double density, uint64_t turn) {
         SampledQuantiles sampled;
         const uint16_t rounded = float_to_bfloat16(static_cast<float>(threshold));
-        with_update(update, [&](const std::vector<ConstArray>* arrays) {
-            sampled = encoder_.sample(arrays, rounded, rounding_point, density, turn);
+        with_input(update, before, [&](const Input& input) {
+            sampled = encoder_.sample(input, rounded, rounding_point, density, turn);
             return Encoded{};
         });
         return py::make_tuple(sampled.now / rounding_point, sampled.shuffled / rounding_point,
@@ -73,35 +74,17 @@ class PyEncoder {
                               sampled.moving, sampled.floor / rounding_point);
     }
 
-    py::tuple encode_dense(const py::object& update, const std::string& dtype, uint32_t key, uint32_t step,
-                           bool skip_nonfinite, const py::object& partition) {
+    py::tuple encode_dense(const py::object& update, const py::object& before, const std::string& dtype, uint32_t key,
+                           uint32_t step, bool skip_nonfinite, const py::object& partition) {
         EncodeOptions options;
         options.key = key;
         options.step = step;
         options.skip_nonfinite = skip_nonfinite;
         const DenseType type = dense_type(dtype, encoder_.dtype());
         const Partition parts = partition_or_whole(partition);
-        Encoded encoded = with_update(update, [&](const std::vector<ConstArray>* arrays) {
-            return encoder_.encode_dense(arrays, type, options, parts);
-        });
+        Encoded encoded = with_input(
+            update, before, [&](const Input& input) { return encoder_.encode_dense(input, type, options, parts); });
         return py::make_tuple(messages_of(encoded, partition), encoded.skipped);
-    }
-
-    void hold_difference(const py::object& now, const py::object& before) {
-        const HostArrays ours(now, "now");
-        const HostArrays theirs(before, "before");
-        ours.require_targets();
-        require_alike(theirs, "before", ours.targets(), "now");
-        for (const HostArrays* arrays : {&ours, &theirs}) {
-            arrays->require_numel(encoder_.numel());
-            arrays->require_apart(encoder_.residual(), encoder_.numel() * bytes_per_element(encoder_.dtype()),
-                                  "the residual");
-        }
-        const std::vector<ConstArray> minuend = ours.updates();
-        const std::vector<ConstArray> subtrahend = theirs.updates();
-        const Exclusive exclusive(busy_);
-        const py::gil_scoped_release release;
-        encoder_.hold_difference(minuend, subtrahend);
     }
 
     py::tuple clip(double limit) {
@@ -134,18 +117,35 @@ class PyEncoder {
     }
 
     template <class F>
-    Encoded with_update(const py::object& update, F f) {
+    Encoded with_input(const py::object& update, const py::object& before, F f) {
         if (update.is_none()) {
             const Exclusive exclusive(busy_);
             const py::gil_scoped_release release;
-            return f(nullptr);
+            return f(Input{});
         }
-        const HostArrays arrays(update, "update");
-        arrays.require_update(encoder_.residual(), encoder_.numel(), encoder_.dtype());
-        const std::vector<ConstArray> updates = arrays.updates();
+        const HostArrays arrays(update, before.is_none() ? "update" : "now");
+        if (before.is_none()) {
+            arrays.require_update(encoder_.residual(), encoder_.numel(), encoder_.dtype());
+            return with_arrays(arrays, nullptr, f);
+        }
+        const HostArrays earlier(before, "before");
+        arrays.require_targets();
+        require_alike(earlier, "before", arrays.targets(), "now");
+        for (const HostArrays* each : {&arrays, &earlier}) {
+            each->require_numel(encoder_.numel());
+            each->require_apart(encoder_.residual(), encoder_.numel() * bytes_per_element(encoder_.dtype()),
+                                "the residual");
+        }
+        return with_arrays(arrays, &earlier, f);
+    }
+
+    template <class F>
+    Encoded with_arrays(const HostArrays& update, const HostArrays* before, F f) {
+        const std::vector<ConstArray> values = update.updates();
+        const std::vector<ConstArray> earlier = before ? before->updates() : std::vector<ConstArray>{};
         const Exclusive exclusive(busy_);
         const py::gil_scoped_release release;
-        return f(&updates);
+        return f(Input{&values, before ? &earlier : nullptr});
     }
 
     Encoder encoder_;
@@ -283,14 +283,13 @@ uint64_t max_message_bytes(uint64_t numel, bool dense, const std::string& dtype)
 void register_encoder(py::module_& module) {
     py::class_<PyEncoder>(module, "Encoder")
         .def(py::init<uint64_t, bool, unsigned>(), py::arg("numel"), py::arg("float64"), py::arg("threads"))
-        .def("encode", &PyEncoder::encode, py::arg("update").none(true), py::arg("threshold"),
-             py::arg("rounding_point"), py::arg("flags"), py::arg("key"), py::arg("step"), py::arg("skip_nonfinite"),
-             py::arg("partition"), py::arg("max_bytes"), py::arg("most_changed"))
-        .def("sample", &PyEncoder::sample, py::arg("update").none(true), py::arg("threshold"),
-             py::arg("rounding_point"), py::arg("density"), py::arg("turn"))
-        .def("encode_dense", &PyEncoder::encode_dense, py::arg("update").none(true), py::arg("dtype"), py::arg("key"),
-             py::arg("step"), py::arg("skip_nonfinite"), py::arg("partition"))
-        .def("hold_difference", &PyEncoder::hold_difference, py::arg("now"), py::arg("before"))
+        .def("encode", &PyEncoder::encode, py::arg("update").none(true), py::arg("before").none(true),
+             py::arg("threshold"), py::arg("rounding_point"), py::arg("flags"), py::arg("key"), py::arg("step"),
+             py::arg("skip_nonfinite"), py::arg("partition"), py::arg("max_bytes"), py::arg("most_changed"))
+        .def("sample", &PyEncoder::sample, py::arg("update").none(true), py::arg("before").none(true),
+             py::arg("threshold"), py::arg("rounding_point"), py::arg("density"), py::arg("turn"))
+        .def("encode_dense", &PyEncoder::encode_dense, py::arg("update").none(true), py::arg("before").none(true),
+             py::arg("dtype"), py::arg("key"), py::arg("step"), py::arg("skip_nonfinite"), py::arg("partition"))
         .def("clip", &PyEncoder::clip, py::arg("limit"))
         .def_property_readonly("residual", &PyEncoder::residual);
     module.def("encode_into", &encode_into, py::arg("residual"), py::arg("update"), py::arg("threshold"),

@@ -78,6 +78,7 @@ class Encoder:
     def encode(
         self,
         update: Any,
+        before: Any,
         threshold: float,
         rounding_point: float,
         flags: int,
@@ -89,12 +90,24 @@ class Encoder:
         most_changed: int,
     ) -> tuple[list[Message], int, int]: ...
     def sample(
-        self, update: Any, threshold: float, rounding_point: float, density: float, turn: int
+        self,
+        update: Any,
+        before: Any,
+        threshold: float,
+        rounding_point: float,
+        density: float,
+        turn: int,
     ) -> tuple[float, float, float, float, float, float, float]: ...
     def encode_dense(
-        self, update: Any, dtype: str, key: int, step: int, skip_nonfinite: bool, partition: Any
+        self,
+        update: Any,
+        before: Any,
+        dtype: str,
+        key: int,
+        step: int,
+        skip_nonfinite: bool,
+        partition: Any,
     ) -> tuple[list[Message], int]: ...
-    def hold_difference(self, now: Any, before: Any) -> None: ...
     def clip(self, limit: float) -> tuple[int, float]: ...
     @property
     def residual(self) -> NDArray[Any]: ...

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal, overload
 
 import numpy as np
@@ -138,7 +140,12 @@ class ThresholdMemory:
         self.policy_state = state.policy_state
 
     def sample(
-        self, rule: ThresholdRule, core: _core.Encoder, update: Any, step: int, *, is_shakeup: bool
+        self,
+        rule: ThresholdRule,
+        sample: Callable[..., tuple[float, ...]],
+        step: int,
+        *,
+        is_shakeup: bool,
     ) -> SampledQuantiles | None:
         """Sample the quantiles that the policy wants in this step, and learn the first threshold from them."""
         learns = self.policy_state.trend < 0.0
@@ -146,7 +153,7 @@ class ThresholdMemory:
         density = sampled_density(rule.policy, age, self.policy_state)
         if not density or (is_shakeup and not learns):
             return None
-        sampled = core.sample(update, self.rounded, rule.rounding_point, density, sample_turn(age))
+        sampled = sample(self.rounded, rule.rounding_point, density, sample_turn(age))
         quantiles = SampledQuantiles(*sampled)
         if learns:
             self.set_threshold(learned_threshold(rule.policy, self.threshold, quantiles))
@@ -306,6 +313,7 @@ class Encoder:
         self,
         update: Any = None,
         *,
+        before: Any = None,
         dense: bool | Literal["bfloat16"] = False,
         parts: None = None,
         max_bytes: int | None = None,
@@ -315,6 +323,7 @@ class Encoder:
         self,
         update: Any = None,
         *,
+        before: Any = None,
         dense: bool | Literal["bfloat16"] = False,
         parts: Partition | int,
         max_bytes: int | None = None,
@@ -323,6 +332,7 @@ class Encoder:
         self,
         update: Any = None,
         *,
+        before: Any = None,
         dense: bool | Literal["bfloat16"] = False,
         parts: Partition | int | None = None,
         max_bytes: int | None = None,
@@ -334,6 +344,8 @@ class Encoder:
                 CPU, of any shape; or a list or tuple of such arrays that together have ``numel`` elements. Not
                 modified, not copied. None for an update that the caller has already added to ``residual``, which takes
                 a third of the memory traffic.
+            before: None, or arrays like those of ``update``, float32 or float64 as for ``apply``. Then the residual
+                becomes the difference, ``update - before``, in the same pass: for parameters that contain the residual.
             dense: True sends the whole residual as a dense message of the residual's dtype instead; "bfloat16" sends it
                 in bfloat16 and keeps the rounding error in the residual.
             parts: a partition of the ``numel`` elements, or its number of parts, for one message per part. Message i
@@ -347,7 +359,8 @@ class Encoder:
             The message, or the list of the parts' messages. A message owns its bytes.
 
         Raises:
-            NonFiniteUpdate: see ``on_nonfinite``; ``step`` does not advance and nothing was sent.
+            NonFiniteUpdate: see ``on_nonfinite``; ``step`` does not advance and nothing was sent. With ``before`` the
+                residual is the finite part of the difference.
             TypeError: the residual cannot represent the dtype of the update exactly.
             ValueError: wrong size, device or layout, memory shared with the residual, another ``dense``, a partition of
                 another number of elements, or ``max_bytes`` with ``dense`` or for less than one element.
@@ -360,7 +373,7 @@ class Encoder:
         skip = self.on_nonfinite == "skip"
         if dense:
             messages, skipped = self._core.encode_dense(
-                update, dense_dtype(dense), self.key, number, skip, partition
+                update, before, dense_dtype(dense), self.key, number, skip, partition
             )
             self._finish(messages, skipped)
             return messages[0] if partition is None else messages
@@ -371,10 +384,12 @@ class Encoder:
             # More bytes than one are too many for more elements than these.
             budget, most = 1, rule.most_changed(self.numel)
         # Sampled before the core adds the update to the residual, because the quantiles need the two apart.
-        quantiles = memory.sample(rule, self._core, update, step, is_shakeup=is_shakeup)
+        sample = partial(self._core.sample, update, before)
+        quantiles = memory.sample(rule, sample, step, is_shakeup=is_shakeup)
         rounded = memory.rounded
         messages, skipped, reached = self._core.encode(
             update,
+            before,
             round_threshold(memory.threshold / shakeup.divisor) if shakeup else rounded,
             rule.rounding_point,
             _FLAG_SHAKEUP if shakeup else 0,
@@ -403,21 +418,6 @@ class Encoder:
             self._totals["clipped_sum"] += removed
         self._finish(messages, skipped)
         return messages[0] if partition is None else messages
-
-    def hold_difference(self, now: Any, before: Any) -> None:
-        """Set the residual to the difference of two sequences of arrays: ``residual = now - before``.
-
-        For parameters that contain the residual, before ``encode()`` without an update.
-
-        Args:
-            now: float32 or float64 arrays as for ``apply``; not modified.
-            before: arrays of the same sizes and dtypes; not modified.
-
-        Raises:
-            TypeError, ValueError: wrong dtypes, sizes or layouts, or memory shared with the residual.
-            RuntimeError: another thread uses this encoder.
-        """
-        self._core.hold_difference(now, before)
 
     def set_policy(
         self, policy: ThresholdPolicy | TargetBytes, threshold: float | None = None

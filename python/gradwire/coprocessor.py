@@ -195,8 +195,7 @@ class _Replica:
         if self.version == version:
             return None
         # The residual is all that the replica lacks: elements that are not sent now are sent later.
-        encoder.hold_difference(params, self._params)
-        message = encoder.encode(max_bytes=_MESSAGE_BYTES)
+        message = encoder.encode(params, before=self._params, max_bytes=_MESSAGE_BYTES)
         apply(message, self._flat)
         self.version = version
         return message

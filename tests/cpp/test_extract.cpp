@@ -373,7 +373,7 @@ CASE(a_budget_keeps_the_largest_elements_and_puts_the_others_back) {
                 options.max_bytes = 2000;
                 options.most_changed = 1000;
                 Encoder encoder(numel, Dtype::kFloat32, threads);
-                const Encoded encoded = encoder.encode(&views, options, partition);
+                const Encoded encoded = encoder.encode({&views}, options, partition);
                 std::vector<float> sum(numel);
                 uint64_t count = 0;
                 for (uint64_t p = 0; p < parts; ++p) {
@@ -398,7 +398,7 @@ CASE(a_dense_message_sends_the_whole_residual) {
         EncodeOptions options;
         Encoder encoder(301, Dtype::kFloat64, 1);
         const Encoded encoded =
-            encoder.encode_dense(&update.views, DenseType::kFloat64, options, undivided(encoder.numel()));
+            encoder.encode_dense({&update.views}, DenseType::kFloat64, options, undivided(encoder.numel()));
         const Bytes bytes = exactly(encoded.messages[0].bytes.get(), encoded.messages[0].size);
         std::vector<double> values(301);
         decode_dense(parse(bytes), values.data());

@@ -74,7 +74,9 @@ def run(arguments: argparse.Namespace) -> int:
                 result = Path(folder) / kind
                 task = {"kind": kind, "number": number, "result": str(result)}
                 # What chance does to the loss does not depend on the links, which make all-reduce take minutes.
-                _run_kind(arguments, places, task, link if kind != KINDS[1] else [Link()] * len(link))
+                _run_kind(
+                    arguments, places, task, link if kind != KINDS[1] else [Link()] * len(link)
+                )
                 if result.exists():
                     curves.append(Curve(**json.loads(result.read_text())))
         if not curves:

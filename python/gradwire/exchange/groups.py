@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -272,7 +272,7 @@ class Groups:
         self,
         update: Any,
         codec: Codec | None,
-        refresh: Callable[[int], None] | None = None,
+        before: Any = None,
         partitions: Sequence[Partition] | None = None,
     ) -> list[Any]:
         """Return every group's message, of an encoder on a device in its memory.
@@ -282,8 +282,7 @@ class Groups:
         Args:
             update: one array or several, not modified; None: the residuals hold the update already.
             codec: ternary or dense messages; None: everything that is left in the residuals, as dense messages.
-            refresh: called with a group's index right before the group is encoded, to bring its residual up to date
-                while the cache is warm.
+            before: as for ``Encoder.encode``, arrays like the update.
             partitions: one for each group; every group then has a list of messages, one for each part.
 
         Raises:
@@ -296,13 +295,15 @@ class Groups:
             parts = None if partitions is None else partitions[index]
             if codec is None:
                 return encoder.flush(parts=parts)
-            if refresh is not None:
-                refresh(index)
             dense = _DENSE["dense" if group.is_dense and codec == "threshold" else codec]
             arrays = None if update is None else self.select(update, index)
             limit = None if dense or parts is None else half_of_budget(encoder.policy)
-            most_bytes = {} if limit is None else {"max_bytes": limit.max_bytes_per_step}
-            return encoder.encode(arrays, dense=dense, parts=parts, **most_bytes)
+            options: dict[str, Any] = {"dense": dense, "parts": parts}
+            if limit is not None:
+                options["max_bytes"] = limit.max_bytes_per_step
+            if before is not None:
+                options["before"] = self.select(before, index)
+            return encoder.encode(arrays, **options)
 
         # Encoders on a device return at once and work side by side. They are waited for together, after the last was
         # started.

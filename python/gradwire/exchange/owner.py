@@ -280,7 +280,7 @@ class Sharding:
     # ---- this node's updates -----------------------------------------------------------------------------------------
 
     def encode(
-        self, step: int, update: Any, codec: Codec | None, refresh: Callable[[int], None] | None
+        self, step: int, update: Any, codec: Codec | None, before: Any = None
     ) -> ShardedUpdate:
         """Encode this node's update in one part for each owner; with None for the codec all that is left.
 
@@ -294,7 +294,7 @@ class Sharding:
                 '"member"'
             )
         # One pass over the residual encodes the messages for all owners.
-        encoded = self._groups.encode(update, codec, refresh, self._division.partitions(count))
+        encoded = self._groups.encode(update, codec, before, self._division.partitions(count))
         # The owner of now is kept with the update: another assignment may come before the update is known to be
         # applied.
         sharded = ShardedUpdate(self._run, step, {}, self._owner, is_last=codec is None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
@@ -21,6 +20,7 @@ from ..arrays import (
     on_host,
     placed,
     put,
+    sampled,
     scaled,
     views,
     writable_views,
@@ -41,8 +41,6 @@ Payloads: TypeAlias = Sequence[Sequence[Message]]
 
 # Lanes of a fingerprint: a prime, so that no two elements of a matrix that are easily confused share a lane.
 _LANES = 8_191
-# Elements that are looked at in every step for values that the caller has written.
-_SAMPLE_NUMEL = 1 << 18
 
 
 # ---- sums of messages ------------------------------------------------------------------------------------------------
@@ -395,12 +393,10 @@ class SharedCopy:
             add(writable_views(params), placed(scaled(written.offset, -1.0), params))
         return True
 
-    def local_delta(
-        self, params: Any, weight: float = 1.0
-    ) -> tuple[Arrays | None, Callable[[int], None] | None]:
-        """Return the sum of the local steps since the last exchange, times a factor.
+    def local_delta(self, params: Any, weight: float = 1.0) -> tuple[Arrays | None, Arrays | None]:
+        """Return the sum of the local steps since the last exchange, times a factor, as `Groups.encode` takes it.
 
-        With ``apply_residual`` return None, and a function that brings the residual of a group up to date.
+        With ``apply_residual`` these are the parameters and the shared ones, whose difference is the residual.
         """
         targets = writable_views(params)
         if not self._applies_residual:
@@ -408,17 +404,10 @@ class SharedCopy:
             return (delta if weight == 1.0 else scaled(delta, weight)), None
         self._weigh_movement(params, weight)
         residuals = self.groups.residuals(self.shared)  # refuses residuals elsewhere
-
-        def refresh(index: int) -> None:
-            now = self.groups.select(targets, index)
-            before = self.groups.select(self.shared, index)
-            # On the CPU the difference is written in the same pass that encodes, while the cache is warm.
-            if device_of(now) >= 0:
-                put(self.groups.select(residuals, index), difference(now, before))
-            else:
-                self.groups.encoders[index].hold_difference(now, before)
-
-        return None, refresh
+        if device_of(targets) < 0:
+            return targets, self.shared
+        put(residuals, difference(targets, self.shared))
+        return None, None
 
     def sample(self, update: Any, params: Any) -> NDArray[np.float64]:
         """Return a sample of this node's update of the next step, before it is encoded.
@@ -542,15 +531,11 @@ def _fingerprint(params: Any) -> list[bytes | int]:
     few elements that it does not meet becomes part of the next update, as a movement does.
     """
     arrays = params if isinstance(params, (list, tuple)) else [params]
-    distance = (sum(math.prod(array.shape) for array in arrays) // _SAMPLE_NUMEL) | 1
+    if arrays and device_of(arrays) >= 0:
+        return [int(getattr(array, "_version", 0)) for array in arrays]
     marks: list[bytes | int] = []
-    for array in arrays:
-        if device_of(array) >= 0:
-            marks.append(int(getattr(array, "_version", 0)))
-            continue
-        [view] = views(array)
-        sample = np.ascontiguousarray(view.reshape(-1)[::distance])
-        data = sample.view(f"u{sample.itemsize}")
+    for sample in sampled([view.reshape(-1) for view in views(arrays)]):
+        data = np.ascontiguousarray(sample).reshape(-1).view(f"u{sample.itemsize}")
         whole = data.size - data.size % _LANES
         lanes = np.bitwise_xor.reduce(data[:whole].reshape(-1, _LANES), axis=0)
         marks.append(lanes.tobytes() + data[whole:].tobytes())

@@ -7,7 +7,7 @@ of parameters, and `Sharding` keeps what comes before. Membership, relays and ag
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -175,18 +175,18 @@ class Replica(SharedCopy):
 
     # ---- this node's updates -----------------------------------------------------------------------------------------
 
-    def encode(
-        self, update: Any, codec: Codec | None, refresh: Callable[[int], None] | None = None
-    ) -> StepUpdate:
+    def encode(self, update: Any, codec: Codec | None, before: Any = None) -> StepUpdate:
         """Encode this node's update of the next step; with None for the codec all that is left, as the last update.
+
+        The arguments are those of `Groups.encode`.
 
         Raises:
             GradwireError: no node owns parameters.
         """
         if self.sharding is not None:
-            sharded = self.sharding.encode(self.step, update, codec, refresh)
+            sharded = self.sharding.encode(self.step, update, codec, before)
             return StepUpdate(self.step, [], sharded=sharded)
-        messages = self.groups.encode(update, codec, refresh)
+        messages = self.groups.encode(update, codec, before)
         payload = messages[0] if len(messages) == 1 else b"".join(map(bytes, messages))
         return StepUpdate(self.step, messages, payload)
 
@@ -490,9 +490,7 @@ class Replica(SharedCopy):
             self._division.add_to_params(part, writable_views(params), factor)
         self._late.clear()
 
-    def local_delta(
-        self, params: Any, weight: float = 1.0
-    ) -> tuple[Arrays | None, Callable[[int], None] | None]:
+    def local_delta(self, params: Any, weight: float = 1.0) -> tuple[Arrays | None, Arrays | None]:
         """Return the sum of the local steps since the last exchange, times a factor; see `SharedCopy`."""
         self.add_late_parts(params)
         return super().local_delta(params, weight)

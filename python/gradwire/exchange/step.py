@@ -84,13 +84,13 @@ class Step:
         weight = self._membership.weight
         if replica.agreement.is_on or replica.agreement.limits_norms:
             weight *= self._compare(update, params)
-        refresh = None
+        before = None
         if has_moved:
-            update, refresh = replica.local_delta(params, weight)
+            update, before = replica.local_delta(params, weight)
         elif weight != 1.0:
             update = self._weighed(update, weight)
         try:
-            pending = replica.encode(update, codec, refresh)
+            pending = replica.encode(update, codec, before)
         except NonFiniteUpdate:
             # The caller's optimiser has moved the parameters already; they must not stay NaN.
             if has_moved:

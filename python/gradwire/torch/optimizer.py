@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch._compile import _disable_dynamo
 
-from ..arrays import copies, writable_views
+from ..arrays import copies, sampled, writable_views
 from ..errors import Closed, Mismatch, NonFiniteUpdate
 from ..exchange import Exchange, LocalExchange, hand_over, take_over
 from ..exchange.consistency import digest_of
@@ -32,9 +32,6 @@ __all__ = ["SharedOptimizer"]
 
 # Where torch keeps an optimiser's hooks.
 _HOOKS = ("step", "state_dict", "load_state_dict")
-
-# Elements that are looked at in every step for weights that were written into the model.
-_MARKED_NUMEL = 1 << 18
 
 # Returns a model's tensors that the optimiser does not train, by name; second those that may be missing elsewhere.
 Others: TypeAlias = Callable[[], tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]]
@@ -518,11 +515,9 @@ class SharedOptimizer(torch.optim.Optimizer):
         Writing to ``data`` evades the counts. The sample has all elements of a small model.
         """
         tensors = [staging.tensor for staging in self._params]
-        distance = (sum(tensor.numel() for tensor in tensors) // _MARKED_NUMEL) | 1
-        sums = [
-            _exact_sum(tensor.view(-1)[::distance] if tensor.is_contiguous() else tensor)
-            for tensor in tensors
-        ]
+        flat = [tensor.view(-1) for tensor in tensors if tensor.is_contiguous()]
+        others = [tensor for tensor in tensors if not tensor.is_contiguous()]
+        sums = [_exact_sum(tensor) for tensor in (*sampled(flat), *others)]
         stacked = (
             torch.stack([total.to(sums[0].device) for total in sums]) if sums else torch.empty(0)
         )
