@@ -314,6 +314,54 @@ def test_neither_two_nodes_nor_a_sum_have_outliers(nodes: int, options: Any) -> 
     assert np.linalg.norm(results[0][0]) > 100.0
 
 
+@pytest.mark.parametrize("is_adaptive", [False, True])
+@pytest.mark.parametrize("options", WAYS, ids=str)
+@pytest.mark.parametrize("rank_of_batches", [lambda _: 0, lambda rank: rank], ids=["same", "own"])
+def test_nodes_that_train_on_the_same_batches_are_told_once(
+    rank_of_batches: Any, options: Any, is_adaptive: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "gradwire")
+
+    def work(node: FakeNode, rank: int) -> None:
+        share = gw.Exchange(
+            gw.Encoder(NUMEL, gw.TargetDensity(0.05)),
+            node,
+            min_peers=1,
+            limit_outliers=True,
+            **options,
+        )
+        if is_adaptive:
+            share.agreement.start()
+        params = np.zeros(NUMEL, np.float32)
+        share.join(params)
+        for step in range(STEPS):
+            params += updates(0.9, 2, NUMEL, step)[rank_of_batches(rank)]
+            share.step_moved(params)
+
+    run_cluster(work, count=2, seed=4)
+    told = [record for record in caplog.records if "the same batches" in record.getMessage()]
+    is_same = rank_of_batches(1) == 0
+    if options.get("mode") == "async":
+        assert bool(told) <= is_same  # what the nodes have got of each other differs
+    else:
+        assert len(told) == 2 * is_same
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("are_equal", [False, True])
+def test_equal_updates_of_the_workers_of_a_machine_are_found_once(
+    workers: int, are_equal: bool
+) -> None:
+    agreement = Agreement(limits_norms=True)
+    found = []
+    for step in range(12):
+        samples = updates(0.9, 3, NUMEL, step)[:workers]
+        agreement.measure(step, samples[:1] * workers if are_equal else samples)
+        agreement.add_norms({"here": 1.0})
+        found.append(agreement.has_found_equal_updates)
+    assert found.count(True) == (are_equal and workers > 1)
+
+
 def test_share_limits_outliers_unless_it_is_told_not_to() -> None:
     weights = np.zeros(3, np.float32)
     with gw.share(weights) as shared:

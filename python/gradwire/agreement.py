@@ -42,6 +42,11 @@ _DECAY = 0.9
 _LONGEST = 4.0
 _NORMS_MIN = 3
 
+# Updates of the same batches differ by rounding only. They have to be equal in so many steps in a row.
+_ROUNDING = 1e-6
+_SKETCH_ROUNDING = 0.02  # a sketch has a byte for every sum
+_EQUAL_STEPS = 8
+
 _Name = TypeVar("_Name")
 
 # Odd constants of the splitmix64 generator: all nodes need the same signs, whatever their version of NumPy.
@@ -141,6 +146,8 @@ class Agreement:
         self._is_needed = is_needed
         self._median = 0.0  # of the members' norms; 0.0: unknown
         self._shortened = 0
+        # Steps in a row in which the updates of all workers here, and of all nodes, were equal.
+        self._equal_steps = {"workers": 0, "nodes": 0}
         self._own: Measured | None = None
         self._momentum = 0.0
         self._previous: list[NDArray[np.float32]] = []  # samples of the last updates, with momentum
@@ -183,6 +190,7 @@ class Agreement:
         # An update that is not finite is refused, or sent without these elements: it says nothing about agreement.
         if not listed or not squares < _LARGEST:
             return
+        self._count_equal("workers", listed, _ROUNDING)
         sketch = None
         # Where the optimiser was not called, as after an overflow, nothing is repeated either.
         if self.is_on and (squares > 0.0 or not self._momentum):
@@ -225,6 +233,7 @@ class Agreement:
         squares = sum(sketch.squares for sketch in sketches) / updates
         total = sum((sketch.buckets for sketch in sketches), start=np.zeros(_BUCKETS))
         mean_squares = float(np.square(total).sum()) / updates**2
+        self._count_equal("nodes", [sketch.buckets for sketch in sketches], _SKETCH_ROUNDING)
         self._squares = _DECAY * self._squares + squares
         self._mean_squares = _DECAY * self._mean_squares + mean_squares
         self._updates = updates
@@ -249,7 +258,25 @@ class Agreement:
         """Take the norms of all members' updates of a step; return those whose update is far too long."""
         # Two norms do not tell which of them is the outlier.
         self._median = statistics.median(norms.values()) if len(norms) >= _NORMS_MIN else 0.0
+        # Adaptive optimisers may give every update the same norm.
+        if norms and not self.is_on:
+            self._count_equal("nodes", [np.array([norm]) for norm in norms.values()], _ROUNDING)
         return [name for name, norm in norms.items() if self._is_outlier(norm)]
+
+    def _count_equal(
+        self, whose: str, told: Sequence[NDArray[np.float64]], rounding: float
+    ) -> None:
+        first = told[0]
+        largest = float(np.abs(first).max(initial=0.0))
+        is_equal = len(told) > 1 and largest > 0.0
+        for other in told[1:] if is_equal else ():
+            is_equal = is_equal and float(np.abs(other - first).max()) <= rounding * largest
+        self._equal_steps[whose] = self._equal_steps[whose] + 1 if is_equal else 0
+
+    @property
+    def has_found_equal_updates(self) -> bool:
+        """Whether the last step makes it certain that workers' or nodes' updates are equal; once, not ever after."""
+        return _EQUAL_STEPS in self._equal_steps.values()
 
     def _is_outlier(self, norm: float) -> bool:
         return norm > _LONGEST * self._median > 0.0

@@ -692,7 +692,7 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
 
     def _lead_step(self, lead: Exchange, optimizer_state: OptimizerState) -> StepResult:
         # Workers have gradients of their own, so their updates count one by one.
-        if lead.agreement.is_on and lead.agreement.is_due():
+        if lead.agreement.is_due():
             lead.agreement.measure(lead.next_step, map(sample_of, self.team.updates))
         return lead.step(self.team.total, self.team.params, optimizer_state)
 

@@ -33,9 +33,8 @@ class Notes:
         self._keeps = keeps
         self._own: dict[int, Note] = {}  # by step
         self._next = _EMPTY
-        self._outliers: Counter[NodeRun] = (
-            Counter()
-        )  # updates that were shortened, as far as notes tell
+        # Updates that were shortened, as far as notes tell.
+        self._outliers: Counter[NodeRun] = Counter()
 
     # ---- this node's notes -------------------------------------------------------------------------------------------
 
@@ -111,6 +110,13 @@ class Notes:
             sketches = [note.sketch for note in of_step.values()]
             agreement.add([sketch for sketch in sketches if sketch is not None])
             outliers = agreement.add_norms(norms)
+            if agreement.has_found_equal_updates:
+                _LOG.warning(
+                    "step %d: the processes' updates are equal, so they seem to train on the same batches and gain "
+                    "nothing from each other: seed what draws the batches with the rank, or give the loader a "
+                    "DistributedSampler(data, num_replicas=..., rank=...)",
+                    step,
+                )
         else:
             outliers = list(norms)  # nobody else tells of such a step
         for run in outliers:
