@@ -167,8 +167,9 @@ class Tensor:
 
     __module__ = "torch"  # makes gradwire use torch's current stream
 
-    def __init__(self, memory: Any, view: torch.Tensor) -> None:
+    def __init__(self, memory: Any, view: torch.Tensor, changes: list[int] | None = None) -> None:
         self._memory = memory
+        self._changes = changes or [0]  # counted as torch does, when they are enqueued
         self._view = view  # only work on a stream may read it
 
     @property
@@ -187,6 +188,10 @@ class Tensor:
     def is_cuda(self) -> bool:
         return True
 
+    @property
+    def _version(self) -> int:
+        return self._changes[0]
+
     def numel(self) -> int:
         return self._view.numel()
 
@@ -194,7 +199,7 @@ class Tensor:
         return self._view.data_ptr()
 
     def __getitem__(self, key: Any) -> Tensor:
-        return Tensor(self._memory, self._view[key])
+        return Tensor(self._memory, self._view[key], self._changes)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self._do(torch.Tensor.__setitem__, key, value)
@@ -231,6 +236,18 @@ class Tensor:
     def __ne__(self, other: object) -> Any:
         return computed(torch.Tensor.__ne__, self, other)
 
+    def __eq__(self, other: object) -> Any:
+        return computed(torch.Tensor.__eq__, self, other)
+
+    def __and__(self, other: Any) -> Any:
+        return computed(torch.Tensor.__and__, self, other)
+
+    def __or__(self, other: Any) -> Any:
+        return computed(torch.Tensor.__or__, self, other)
+
+    def __bool__(self) -> bool:
+        return bool(self.cpu())
+
     __hash__ = object.__hash__
 
     def clone(self) -> Tensor:
@@ -264,7 +281,7 @@ class Tensor:
         """Return a copy in host memory; waits for the stream."""
         result = torch.empty(self.shape, dtype=self.dtype)
         RUNTIME.copied_bytes += result.nbytes
-        self._do(lambda view: result.copy_(view))
+        RUNTIME.enqueue(partial(result.copy_, self._view), current())
         RUNTIME.call("cudaStreamSynchronize", ctypes.c_void_p(current()))
         return result
 
@@ -285,6 +302,7 @@ class Tensor:
         found = [one.clone() if isinstance(one, torch.Tensor) else host_of(one) for one in operands]
         RUNTIME.copied_bytes += sum(one.nbytes for one in operands if isinstance(one, torch.Tensor))
         RUNTIME.enqueue(partial(work, self._view, *found, **options), current())
+        self._changes[0] += 1
         return self
 
     @property

@@ -908,7 +908,7 @@ def _snapshot(tensor: torch.Tensor) -> str | torch.Tensor:
 
 
 def _is_same(before: str | torch.Tensor, now: torch.Tensor) -> bool:
-    return torch.equal(before, now) if torch.is_tensor(before) else before == _snapshot(now)
+    return before == _snapshot(now) if isinstance(before, str) else torch.equal(before, now)
 
 
 def _numbered(
