@@ -20,7 +20,7 @@ from training.tasks import Batch, Task
 import gradwire as gw
 from gradwire.agreement import Agreement, sample_of
 from gradwire.exchange.options import training_defaults
-from gradwire.policy import default_policy
+from gradwire.policy import default_policy, owners_policy
 
 CLIP_NORM, WEIGHT_DECAY, WARMUP_STEPS = 1.0, 0.1, 40
 ADAMW_BETAS = (0.9, 0.95)
@@ -443,7 +443,7 @@ class Gradwire(LocalSteps):
     Args:
         every: steps between exchanges.
         owners: of the sharded exchange; 0: the mesh.
-        density, owner_density, outer_momentum: None: the defaults of ``share``.
+        density, outer_momentum: None: the defaults of ``share``.
     """
 
     def __init__(
@@ -452,7 +452,6 @@ class Gradwire(LocalSteps):
         every: int = 1,
         owners: int = 0,
         density: float | None = None,
-        owner_density: float | None = None,
         outer_momentum: float | None = None,
         **options: Any,
     ) -> None:
@@ -463,9 +462,8 @@ class Gradwire(LocalSteps):
         policy = policy if density is None else gw.TargetDensity(density)
         self.partition = gw.Partition(self.numel, owners) if owners else None
         self.encoders = [gw.Encoder(self.numel, policy) for _ in range(self.nodes)]
-        owners_policy = policy if owner_density is None else gw.TargetDensity(owner_density)
         sizes = self.partition.sizes if self.partition else ()
-        self.owners = [gw.Encoder(size, owners_policy) for size in sizes]
+        self.owners = [gw.Encoder(size, owners_policy(policy, self.numel)) for size in sizes]
         self.begins = [self._shared.clone() for _ in range(self.nodes)]
         if outer_momentum is None:
             outer_momentum = training_defaults({"every": every})["outer_momentum"]

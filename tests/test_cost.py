@@ -15,6 +15,7 @@ import pytest
 import gradwire as gw
 from gradwire import calibration, cost
 from gradwire.cost import Job, Rates, dense_ring, exchange
+from gradwire.policy import owners_density
 from gradwire.transport import Limits
 from gradwire.transport.crypto import KeyChain
 from gradwire.transport.records import Sealer
@@ -56,11 +57,17 @@ def test_a_transfer_takes_as_many_bytes_as_the_transport_puts_on_the_wire(nbytes
 
 
 @pytest.mark.parametrize(
-    "nodes", [8, *(pytest.param(nodes, marks=pytest.mark.slow) for nodes in (32, 64))]
+    ("nodes", "density"),
+    [
+        (8, 0.01),
+        (8, 0.05),
+        *(pytest.param(nodes, 0.01, marks=pytest.mark.slow) for nodes in (32, 64)),
+    ],
 )
-def test_simulated_nodes_send_the_predicted_bytes(nodes: int) -> None:
+def test_simulated_nodes_send_the_predicted_bytes(nodes: int, density: float) -> None:
     simulator = Simulator(1, Link(0.0005))
-    hosts, given = simulator.mesh(nodes), job(nodes=nodes, owners=nodes, frame_bytes=0)
+    hosts = simulator.mesh(nodes)
+    given = job(nodes=nodes, owners=nodes, frame_bytes=0, density=density)
     part_bytes = round(cost.message_bytes(given.elements / nodes, given.density))
 
     def sent(topology: cost.Topology) -> float:
@@ -68,10 +75,10 @@ def test_simulated_nodes_send_the_predicted_bytes(nodes: int) -> None:
         expected = len(hosts[0].received)
         size = round(cost.message_bytes(given.elements, given.density))
         if topology == "sharded":
-            size = part_bytes
+            size = round(cost.message_bytes(given.elements / nodes, owners_density(given.density)))
             for host in hosts:
                 for peer in host.endpoint.peers:
-                    simulator.publish(host, bytes(size), to=peer)
+                    simulator.publish(host, bytes(part_bytes), to=peer)
             expected += nodes - 1
             simulator.run_until(lambda: all(len(one.received) == expected for one in hosts), 60.0)
         for host in hosts:

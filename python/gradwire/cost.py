@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal, TypeAlias
 
+from .policy import owners_density
 from .transport import wire
 
 __all__ = [
@@ -95,7 +96,7 @@ class Job:
         link_bytes_per_s: rate of each node's link, in each direction.
         latency_s: one-way latency, half a round trip.
         workers: workers of one machine, in a `LocalTeam`.
-        density: changed elements of a node's message, and of an owner's result, over all elements.
+        density: changed elements of a node's message over all elements; `owners_density` is that of an owner's result.
         owners: nodes that own a range in the sharded exchange; None: all, at most 64.
         frame_bytes: headers of IP and UDP, and everything that Ethernet adds: 66 on a cable, 42 where a token bucket
             counts frames without preamble, check sum and gap.
@@ -132,6 +133,11 @@ class Job:
     def owner_count(self) -> int:
         """The number of owners."""
         return min(self.nodes, OWNERS_MAX) if self.owners is None else self.owners
+
+    @property
+    def owners_density(self) -> float:
+        """The density of an owner's result in the sharded exchange."""
+        return owners_density(self.density)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,8 +331,9 @@ def _mesh(job: Job, codec: Codec) -> _Parts:
     others = job.nodes - 1
     size_bytes = message_bytes(job.elements, job.density, codec)
     phase = _phase(job, size_bytes, others, others, sealed=1)
-    encode_s = job.elements * _encode_s_per_element(job, codec)
-    return [phase], encode_s, job.nodes * job.elements * _apply_s_per_element(job, codec)
+    encode_s = job.elements * _encode_s_per_element(job, job.density, codec)
+    apply_s_per_element = _apply_s_per_element(job, job.density, codec)
+    return [phase], encode_s, job.nodes * job.elements * apply_s_per_element
 
 
 def _sharded(job: Job, codec: Codec) -> _Parts:
@@ -335,12 +342,14 @@ def _sharded(job: Job, codec: Codec) -> _Parts:
     others = job.nodes - 1
     part_elements = job.elements / owners
     part_bytes = message_bytes(part_elements, job.density, codec)
+    result_bytes = message_bytes(part_elements, job.owners_density, codec)
     scatter = _phase(job, part_bytes, owners - 1, others, sealed=owners - 1)
-    gather = _phase(job, part_bytes, others, owners - 1, sealed=1)
-    apply_s_per_element = _apply_s_per_element(job, codec)
-    encode_s = (job.elements + part_elements) * _encode_s_per_element(job, codec)
-    owner_s = job.nodes * part_elements * apply_s_per_element
-    return [scatter, gather], encode_s + owner_s, job.elements * apply_s_per_element
+    gather = _phase(job, result_bytes, others, owners - 1, sealed=1)
+    encode_s = job.elements * _encode_s_per_element(job, job.density, codec)
+    encode_s += part_elements * _encode_s_per_element(job, job.owners_density, codec)
+    owner_s = job.nodes * part_elements * _apply_s_per_element(job, job.density, codec)
+    apply_s = job.elements * _apply_s_per_element(job, job.owners_density, codec)
+    return [scatter, gather], encode_s + owner_s, apply_s
 
 
 def _phase(job: Job, size_bytes: float, sent: int, received: int, sealed: int) -> _Phase:
@@ -358,16 +367,16 @@ def _phase(job: Job, size_bytes: float, sent: int, received: int, sealed: int) -
     return _Phase(sent_bytes, received_bytes, link_s, processor_s)
 
 
-def _encode_s_per_element(job: Job, codec: Codec) -> float:
+def _encode_s_per_element(job: Job, density: float, codec: Codec) -> float:
     if codec != "threshold":
         return job.rates.dense_encode_s_per_element
-    return job.rates.encode_s_per_element + job.density * job.rates.encode_s_per_change
+    return job.rates.encode_s_per_element + density * job.rates.encode_s_per_change
 
 
-def _apply_s_per_element(job: Job, codec: Codec) -> float:
+def _apply_s_per_element(job: Job, density: float, codec: Codec) -> float:
     if codec != "threshold":
         return job.rates.dense_apply_s_per_element
-    return job.density * job.rates.apply_s_per_change
+    return density * job.rates.apply_s_per_change
 
 
 def dense_ring(job: Job, element_bytes: int = 4) -> Cost:

@@ -33,8 +33,11 @@ __all__ = [
     "default_policy",
     "divide_budget",
     "follow",
+    "half_of_budget",
     "learned_threshold",
     "most_changed",
+    "owners_density",
+    "owners_policy",
     "policy_for_tensor",
     "round_threshold",
     "rounding_point_of",
@@ -83,6 +86,11 @@ _ADAPTIVE_DENSITY = 0.05
 _LARGE_NUMEL = 2_000_000
 # A higher density makes the quantum of a small tensor so small that its largest elements cannot keep up.
 _SMALL_DENSITY_MAX = 0.08
+# Owners' results hold what all nodes have sent: up to twice the nodes' density, from twice this one on. Twice as much
+# gains nothing at SGD's densities, and more makes the quantum too small at any.
+_OWNERS_DENSER_FROM = 0.025
+_OWNERS_TIMES_MAX = 2.0
+_OWNERS_DENSITY_MAX = 0.2
 
 
 class SampledQuantiles(NamedTuple):
@@ -661,6 +669,55 @@ def default_policy(numel: int, *, is_adaptive: bool = False, every: int = 1) -> 
     is_high = is_adaptive or every >= MANY_LOCAL_STEPS
     policy = TargetDensity(_ADAPTIVE_DENSITY if is_high else _DENSITY)
     return _denser(policy, numel, _LARGE_NUMEL)
+
+
+def owners_density(density: float) -> float:
+    """Return the density of owners' results in the sharded exchange, where nodes' messages have this one.
+
+    >>> owners_density(0.01), owners_density(0.05)
+    (0.01, 0.1)
+    """
+    times = min(max(density / _OWNERS_DENSER_FROM, 1.0), _OWNERS_TIMES_MAX)
+    return max(density, min(times * density, _OWNERS_DENSITY_MAX))
+
+
+def half_of_budget(policy: ThresholdPolicy | TargetBytes) -> TargetBytes | None:
+    """Return the budget of one of the two messages that a node sends in a step of the sharded exchange; None: none."""
+    if not isinstance(policy, TargetBytes):
+        return None
+    return replace(policy, max_bytes_per_step=max(policy.max_bytes_per_step // 2, 1))
+
+
+def owners_policy(
+    policy: ThresholdPolicy | TargetBytes, numel: int
+) -> ThresholdPolicy | TargetBytes:
+    """Return the policy of owners' results in the sharded exchange, where nodes have ``policy`` for ``numel`` elements.
+
+    Owners are denser than nodes, and round to the nearest (docs/algorithm.md). Policies that aim at no density stay as
+    they are.
+    """
+    half = half_of_budget(policy)
+    if half is not None:
+        # The half would allow many times the nodes' density, because an owner's part is small.
+        most_density = owners_density(half.density_of(numel).density)
+        return _OwnersBytes(half.max_bytes_per_step, half.minimum, most_density)
+    if type(policy) is TargetDensity:
+        return _OwnersDensity(owners_density(policy.density), policy.initial, policy.minimum)
+    return policy
+
+
+@dataclass(frozen=True)
+class _OwnersDensity(TargetDensity):
+    rounding_point: ClassVar[float] = 0.5
+
+
+@dataclass(frozen=True)
+class _OwnersBytes(TargetBytes):
+    most_density: float = 0.5
+
+    def density_of(self, numel: int) -> TargetDensity:
+        density = min(super().density_of(numel).density, self.most_density)
+        return _OwnersDensity(density, minimum=self.minimum)
 
 
 def policy_for_tensor(

@@ -13,8 +13,8 @@ import pytest
 from numpy.typing import NDArray
 
 import gradwire as gw
-from gradwire.exchange.owner import add_owner_state
-from gradwire.exchange.protocol import Kind, run_of, tag_of
+from gradwire.exchange.owner import Division, Owner, add_owner_state
+from gradwire.exchange.protocol import Kind, NodeRun, PartUpdate, run_of, tag_of
 from gradwire.exchange.replica import Replica
 
 from ..seeds import seeds
@@ -932,3 +932,43 @@ def test_real_nodes_share_through_owners(dtype: Any) -> None:
         for step in range(steps)
     )
     np.testing.assert_array_equal(found[0][0] + sum(kept for _, kept in found), put_in)
+
+
+@pytest.mark.parametrize(
+    ("policy", "density"),
+    [
+        (gw.TargetDensity(0.05), 0.1),
+        (gw.TargetDensity(0.01), 0.01),
+        # A half of the budget is for the nodes' messages; the owner's half would allow eight times their density.
+        (gw.TargetBytes(8000), 2 * gw.TargetBytes(4000).density_of(1 << 16).density),
+    ],
+)
+def test_an_owner_sends_the_sum_of_the_nodes_messages_at_its_own_density(
+    policy: Any, density: float
+) -> None:
+    numel, nodes = 1 << 16, 8
+    rng = np.random.default_rng(5)
+
+    def groups() -> gw.Groups:
+        return gw.Groups([gw.exchange.Group(gw.Encoder(numel, policy))])
+
+    senders = [groups() for _ in range(nodes)]
+    division = Division(senders[0])
+    [partition] = division.partitions(nodes)
+    owner = Owner(senders[0], division, nodes, 0, 0)
+    sums, published = (np.zeros(partition[0].numel) for _ in range(2))
+    densities = []
+    for _ in range(40):
+        parts = []
+        for sender in senders:
+            update = rng.standard_normal(numel).astype(np.float32)
+            [messages] = sender.encode(update, "threshold", None, [partition])
+            parts.append(PartUpdate(messages[:1], NodeRun(1, 1), 0, nodes, 0))
+        owner.add_parts(parts, 1.0 / nodes)
+        sums += sum(gw.decode(message) for [message] in parts) / nodes
+        [result] = owner.groups.encode(None, "threshold")
+        published += gw.decode(result)
+        densities.append(result.density)
+    assert np.mean(densities[20:]) == pytest.approx(density, rel=0.15)
+    residual = owner.groups.encoders[0].residual
+    np.testing.assert_allclose(published + residual, sums, atol=1e-3)

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -23,10 +23,11 @@ from ..policy import (
     ThresholdPolicy,
     default_policy,
     divide_budget,
+    half_of_budget,
     policy_for_tensor,
 )
 
-__all__ = ["Codec", "Group", "Groups", "half_of_budget", "host_message", "physical_bytes"]
+__all__ = ["Codec", "Group", "Groups", "host_message", "physical_bytes"]
 
 Codec = Literal["threshold", "dense", "bfloat16"]
 
@@ -331,13 +332,6 @@ class Groups:
         """Add unsent messages, times a factor, to their residuals."""
         for encoder, message in zip(self.encoders, messages, strict=False):
             apply(message, encoder.residual, factor)
-
-
-def half_of_budget(policy: ThresholdPolicy | TargetBytes) -> TargetBytes | None:
-    """Return the budget of one of the two messages that a node sends in a step of the sharded exchange; None: none."""
-    if not isinstance(policy, TargetBytes):
-        return None
-    return replace(policy, max_bytes_per_step=max(policy.max_bytes_per_step // 2, 1))
 
 
 def split_by_tensor(

@@ -18,8 +18,9 @@ from ..codec import Encoder
 from ..errors import GradwireError, MessageError
 from ..message import Message, apply, apply_many, dense_message
 from ..partition import Part, Partition
+from ..policy import owners_policy
 from ..slices import Outgoing
-from .groups import Codec, Group, Groups, half_of_budget
+from .groups import Codec, Group, Groups
 from .protocol import Kind, NodeRun, PartUpdate, tag_of
 
 __all__ = [
@@ -113,9 +114,9 @@ class Owner:
 
 
 def _owner_encoder(like: Encoder, numel: int, step: int) -> Encoder:
-    """Return an encoder for an owner's share of a group, with the nodes' policy."""
+    """Return an encoder for an owner's share of a group."""
     # An overflow of the sum must not stop all nodes, of which none could repair it: hence "skip".
-    policy = half_of_budget(like.policy) or like.policy
+    policy = owners_policy(like.policy, like.numel)
     encoder = Encoder(
         numel, policy, like.shakeup, None, like.dtype, "cpu", like.key, "skip", like.threads
     )
