@@ -88,7 +88,7 @@ _LARGE_NUMEL = 2_000_000
 _SMALL_DENSITY_MAX = 0.08
 # Owners' results hold what all nodes have sent: up to twice the nodes' density, from twice this one on. Twice as much
 # gains nothing at SGD's densities, and more makes the quantum too small at any.
-_OWNERS_DENSER_FROM = 0.025
+_OWNERS_DENSER_FROM = 0.02
 _OWNERS_TIMES_MAX = 2.0
 _OWNERS_DENSITY_MAX = 0.2
 
