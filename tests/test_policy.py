@@ -31,6 +31,7 @@ from gradwire.policy import (
     default_policy,
     follow,
     learned_threshold,
+    nodes_budget,
     owners_density,
     owners_policy,
     policy_for_tensor,
@@ -435,12 +436,15 @@ def test_small_tensors_of_a_model_are_denser_and_other_policies_stay_as_they_are
         assert policy_for_tensor(other, 1, 900) is other
 
 
+PARTITION = gw.Partition(1_000_000, 8)
+
+
 @given(st.floats(1e-6, 0.99), st.floats(1e-6, 0.99))
 def test_owners_are_up_to_twice_as_dense_as_nodes_and_never_less(one: float, other: float) -> None:
     low, high = sorted((one, other))
     assert low <= owners_density(low) <= 2.0 * low
     assert owners_density(low) <= owners_density(high) <= max(high, 0.2)
-    owners = owners_policy(TargetDensity(high, 0.5, 1e-6), 1000)
+    owners = owners_policy(TargetDensity(high, 0.5, 1e-6), PARTITION)
     assert isinstance(owners, TargetDensity)
     assert (owners.initial, owners.minimum) == (0.5, 1e-6)
 
@@ -449,32 +453,46 @@ def test_owners_are_up_to_twice_as_dense_as_nodes_and_never_less(one: float, oth
     ("numel", "is_adaptive", "every", "density"),
     [
         (10**7, False, 1, 0.01),
+        (500_000, False, 1, 0.02),
         (10**7, True, 1, 0.1),
         (10**7, False, 15, 0.1),
         (10**6, True, 1, 0.1414),
     ],
 )
 def test_the_defaults_of_owners(numel: int, is_adaptive: bool, every: int, density: float) -> None:
-    owners = owners_policy(default_policy(numel, is_adaptive=is_adaptive, every=every), numel)
+    nodes = default_policy(numel, is_adaptive=is_adaptive, every=every)
+    owners = owners_policy(nodes, PARTITION)
     assert isinstance(owners, TargetDensity)
     assert owners.density == pytest.approx(density, rel=1e-3)
-    encoder = gw.Encoder(4, owners, on_nonfinite="skip")
+    encoder = gw.Encoder(4, owners)
     encoder.load_state_dict({**encoder.state_dict(), "threshold": 1.0, "course": (0.5, 0.0, 0)})
-    # Rounded to the nearest: half a threshold is sent, as the nodes' own 9/16.
+    # Rounded to the nearest: from half a threshold on an element is sent, a node's from 9/16 on.
     message = encoder.encode(np.array([0.5, -0.53125, 0.4375, 0.0], np.float32))
     assert gw.decode(message).tolist() == [1.0, -1.0, 0.0, 0.0]
 
 
-def test_an_owner_s_budget_does_not_make_it_denser_than_other_owners() -> None:
-    budget = gw.TargetBytes(100_000)
-    nodes = gw.TargetBytes(50_000).density_of(1_000_000).density
-    for part in (1_000_000, 125_000, 1_000):
-        owners = owners_policy(budget, 1_000_000)
-        assert isinstance(owners, gw.TargetBytes)
-        assert owners.max_bytes_per_step == 50_000
-        aimed = owners.density_of(part)
-        assert aimed.density == pytest.approx(nodes if part == 1_000_000 else owners_density(nodes))
-        assert aimed.rounding_point == 0.5
+@pytest.mark.parametrize("parts", [1, 2, 3, 8, 64])
+def test_a_budget_gives_an_owner_s_elements_twice_as_many_bytes_as_a_node_s(parts: int) -> None:
+    partition = gw.Partition(2**20, parts)
+    nodes = nodes_budget(gw.TargetBytes(100_000), partition)
+    owners = owners_policy(gw.TargetBytes(100_000), partition)
+    assert isinstance(nodes, gw.TargetBytes)
+    assert isinstance(owners, gw.TargetBytes)
+    assert nodes.max_bytes_per_step + owners.max_bytes_per_step == 100_000
+    by_element = owners.max_bytes_per_step * parts / nodes.max_bytes_per_step
+    assert by_element == pytest.approx(min(2.0, parts), rel=0.02)
+    aimed = owners.density_of(2**20 // parts)
+    # A dense message takes fewer bits for an element.
+    assert 0.9 * min(2.0, parts) < aimed.density / nodes.density_of(2**20).density < 3.0
+    assert aimed.rounding_point == 0.5
+
+
+def test_a_budget_of_fewer_blocks_than_owners_leaves_a_half_for_the_nodes() -> None:
+    for numel in (0, 60, 200):
+        nodes = nodes_budget(gw.TargetBytes(1000), gw.Partition(numel, 64))
+        assert isinstance(nodes, gw.TargetBytes)
+        assert 500 <= nodes.max_bytes_per_step <= 1000
+    assert nodes_budget(TargetDensity(), PARTITION) is None
 
 
 def test_policies_that_aim_at_no_density_are_the_owners_own() -> None:
@@ -482,4 +500,4 @@ def test_policies_that_aim_at_no_density_are_the_owners_own() -> None:
         rounding_point = 0.75
 
     for policy in (FixedThreshold(0.5), AdaptiveThreshold(), StepThreshold(), Own(0.05)):
-        assert owners_policy(policy, 1000) is policy
+        assert owners_policy(policy, PARTITION) is policy

@@ -14,7 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import lru_cache, partial
-from typing import ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from .partition import Partition
 
 __all__ = [
     "FIRST_TREND",
@@ -33,9 +36,9 @@ __all__ = [
     "default_policy",
     "divide_budget",
     "follow",
-    "half_of_budget",
     "learned_threshold",
     "most_changed",
+    "nodes_budget",
     "owners_density",
     "owners_policy",
     "policy_for_tensor",
@@ -505,8 +508,8 @@ class TargetBytes:
     """A budget: the messages of a step never have more bytes, and usually nearly as many.
 
     ``Groups.of`` divides the budget among its groups, the hook for DistributedDataParallel among parameters. In
-    the sharded exchange one half is for the parts of this node's update, the other half for its result as an owner: the
-    budget is that of everything that a node sends in a step.
+    the sharded exchange it is divided between the parts of this node's update and its result as an owner, which gets
+    twice as many bytes for each element: the budget is that of everything that a node sends in a step.
 
     The encoder aims at the density whose messages just fit. If an update reaches the threshold in more elements than
     fit, only the largest are sent, and the rest stays in the residual. Dense messages (``flush``) are not limited.
@@ -681,26 +684,30 @@ def owners_density(density: float) -> float:
     return max(density, min(times * density, _OWNERS_DENSITY_MAX))
 
 
-def half_of_budget(policy: ThresholdPolicy | TargetBytes) -> TargetBytes | None:
-    """Return the budget of one of the two messages that a node sends in a step of the sharded exchange; None: none."""
+def nodes_budget(policy: ThresholdPolicy | TargetBytes, partition: Partition) -> TargetBytes | None:
+    """Return what a node's parts may have of the budget of a step of the sharded exchange; None: there is none.
+
+    The rest is for its result as an owner, which has few elements: twice as many bytes for each.
+    """
     if not isinstance(policy, TargetBytes):
         return None
-    return replace(policy, max_bytes_per_step=max(policy.max_bytes_per_step // 2, 1))
+    largest = max(partition.sizes) / max(partition.numel, 1)
+    share = max(1.0 / (1.0 + _OWNERS_TIMES_MAX * largest), 0.5)
+    return replace(policy, max_bytes_per_step=max(int(share * policy.max_bytes_per_step), 1))
 
 
 def owners_policy(
-    policy: ThresholdPolicy | TargetBytes, numel: int
+    policy: ThresholdPolicy | TargetBytes, partition: Partition
 ) -> ThresholdPolicy | TargetBytes:
-    """Return the policy of owners' results in the sharded exchange, where nodes have ``policy`` for ``numel`` elements.
+    """Return the policy of owners' results in the sharded exchange, where nodes have ``policy``.
 
     Owners are denser than nodes, and round to the nearest (docs/algorithm.md). Policies that aim at no density stay as
     they are.
     """
-    half = half_of_budget(policy)
-    if half is not None:
-        # The half would allow many times the nodes' density, because an owner's part is small.
-        most_density = owners_density(half.density_of(numel).density)
-        return _OwnersBytes(half.max_bytes_per_step, half.minimum, most_density)
+    nodes = nodes_budget(policy, partition)
+    if nodes is not None and isinstance(policy, TargetBytes):
+        rest = max(policy.max_bytes_per_step - nodes.max_bytes_per_step, 1)
+        return _OwnersBytes(rest, policy.minimum)
     if type(policy) is TargetDensity:
         return _OwnersDensity(owners_density(policy.density), policy.initial, policy.minimum)
     return policy
@@ -713,11 +720,8 @@ class _OwnersDensity(TargetDensity):
 
 @dataclass(frozen=True)
 class _OwnersBytes(TargetBytes):
-    most_density: float = 0.5
-
     def density_of(self, numel: int) -> TargetDensity:
-        density = min(super().density_of(numel).density, self.most_density)
-        return _OwnersDensity(density, minimum=self.minimum)
+        return _OwnersDensity(super().density_of(numel).density, minimum=self.minimum)
 
 
 def policy_for_tensor(

@@ -939,8 +939,8 @@ def test_real_nodes_share_through_owners(dtype: Any) -> None:
     [
         (gw.TargetDensity(0.05), 0.1),
         (gw.TargetDensity(0.01), 0.01),
-        # A half of the budget is for the nodes' messages; the owner's half would allow eight times their density.
-        (gw.TargetBytes(8000), 2 * gw.TargetBytes(4000).density_of(1 << 16).density),
+        # Of eight owners' budget a node has 8 / 10, and its elements half as many bytes as an owner's.
+        (gw.TargetBytes(4000), 0.1),
     ],
 )
 def test_an_owner_sends_the_sum_of_the_nodes_messages_at_its_own_density(

@@ -23,7 +23,7 @@ from ..policy import (
     ThresholdPolicy,
     default_policy,
     divide_budget,
-    half_of_budget,
+    nodes_budget,
     policy_for_tensor,
 )
 
@@ -298,7 +298,7 @@ class Groups:
                 return encoder.flush(parts=parts)
             dense = _DENSE["dense" if group.is_dense and codec == "threshold" else codec]
             arrays = None if update is None else self.select(update, index)
-            limit = None if dense or parts is None else half_of_budget(encoder.policy)
+            limit = None if dense or parts is None else nodes_budget(encoder.policy, parts)
             options: dict[str, Any] = {"dense": dense, "parts": parts}
             if limit is not None:
                 options["max_bytes"] = limit.max_bytes_per_step

@@ -93,7 +93,7 @@ class Owner:
         self.place = place
         owned = []
         for group, part in division.part(parts, place):
-            encoder = _owner_encoder(whole.encoders[group], part.numel, step)
+            encoder = _owner_encoder(whole.encoders[group], part, step)
             owned.append(Group(encoder, is_dense=whole.groups[group].is_dense))
         self.groups = Groups(owned)
 
@@ -113,12 +113,12 @@ class Owner:
         return PartUpdate(messages, run, 0, self.parts, self.place)
 
 
-def _owner_encoder(like: Encoder, numel: int, step: int) -> Encoder:
+def _owner_encoder(like: Encoder, part: Part, step: int) -> Encoder:
     """Return an encoder for an owner's share of a group."""
     # An overflow of the sum must not stop all nodes, of which none could repair it: hence "skip".
-    policy = owners_policy(like.policy, like.numel)
+    policy = owners_policy(like.policy, part.partition)
     encoder = Encoder(
-        numel, policy, like.shakeup, None, like.dtype, "cpu", like.key, "skip", like.threads
+        part.numel, policy, like.shakeup, None, like.dtype, "cpu", like.key, "skip", like.threads
     )
     encoder.load_state_dict({**encoder.state_dict(), "step": step, "changed_at": step})
     return encoder
