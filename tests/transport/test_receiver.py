@@ -394,6 +394,18 @@ def test_skipped_records_count_as_complete_wherever_they_are() -> None:
     assert [payload for _, payload in feed.got] == [b"one", b"five"]
 
 
+def test_a_skip_counts_though_its_first_records_have_come() -> None:
+    """A node that connects again may get records of the session before, which the new one skips."""
+    feed = Feed()
+    feed.feed(records(b"first")[0])
+    feed.receiver.skip(0, 1, NOW_S)
+    assert feed.receiver.cumulative == 1
+    feed.receiver.skip(0, 3, NOW_S)
+    assert feed.receiver.make_ack(NOW_S).cumulative == 3
+    feed.feed(records(b"last", start=3, message=1)[0])
+    assert [payload for _, payload in feed.got] == [b"first", b"last"]
+
+
 def test_a_skip_of_a_million_records_costs_nothing() -> None:
     feed = Feed()
     feed.receiver.skip(0, 1_000_000, NOW_S)

@@ -58,6 +58,29 @@ def test_simultaneous_handshakes_give_one_connection(seed: int) -> None:
     assert one.lost == two.lost == []
 
 
+@pytest.mark.parametrize("ids", [(1, 2), (2, 1)])
+def test_an_init_that_leaves_with_the_answer_to_the_peer_s_gives_one_connection(
+    ids: tuple[int, int],
+) -> None:
+    simulator = Simulator(1, Link(delay_s=0.001))
+    one, two = (simulator.add(f"h{node_id}", node_id=node_id) for node_id in ids)
+    one.endpoint.connect(two.address)
+    simulator.call_at(simulator.now_s + 0.001, lambda: two.endpoint.connect(one.address))
+    simulator.run_for(5.0)
+    assert len(one.endpoint.peers) == len(two.endpoint.peers) == 1
+    assert one.lost == two.lost == []
+
+
+def test_a_session_that_is_over_gets_no_data() -> None:
+    simulator = Simulator(1)
+    _, two = simulator.mesh(2)
+    sessions = two.endpoint.sessions
+    [session] = sessions
+    session.end("closed", simulator.now_s)
+    sessions.route(session)
+    assert session not in sessions.by_stream.values()
+
+
 def test_fifty_handshakes_succeed_at_30_percent_loss() -> None:
     for seed in range(50):
         simulator = Simulator(seed, Link(loss=0.3, delay_s=0.015))

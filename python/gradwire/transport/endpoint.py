@@ -311,11 +311,11 @@ class Endpoint:
         due = [each for each in self.sessions.by_index.values() if each.wake_at_s <= now_s]
         # Start with another session each time, so that no session is always last in the socket's queue.
         self._polls += 1
-        out: list[Transmit] = []
+        # A RESPONSE leaves before an INIT to the same peer, which would otherwise answer that, too.
+        out = self.final_datagrams[:]
+        self.final_datagrams.clear()
         for index in range(len(due)):
             out.extend(due[(self._polls + index) % len(due)].poll(now_s))
-        out.extend(self.final_datagrams)
-        self.final_datagrams.clear()
         return out
 
     def next_timeout_s(self, now_s: float) -> float | None:

@@ -238,9 +238,10 @@ class Receiver:
 
     def skip(self, first: int, count: int, now_s: float) -> None:
         """Count records as complete that are meant for other nodes."""
-        # The sender repeats a skip that lies beyond the window of an acknowledgement.
-        if self.cumulative <= first < self.cumulative + ACK_WINDOW_RECORDS:
-            self._complete[first] = first + count
+        # The first ones may have come in a session before. A skip beyond the window of an acknowledgement comes again.
+        start = max(first, self.cumulative)
+        if start < min(first + count, self.cumulative + ACK_WINDOW_RECORDS):
+            self._complete[start] = first + count
             self._advance()
             self._keys.key_of(self.cumulative)  # forgets the keys of earlier epochs
         self.acknowledge_by(now_s + ACK_DELAY_S)

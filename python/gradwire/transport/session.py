@@ -544,7 +544,7 @@ class SessionTable:
     def route(self, session: Session, probed: Address | None = None) -> None:
         """Give a session the data from its peer's address, and from one being probed, once its stream is known."""
         self.unroute(session)
-        if session.stream is not None:
+        if session.stream is not None and session.state is not State.DOWN:
             self.by_stream[session.address, session.stream] = session
             self.by_stream.setdefault((probed or session.address, session.stream), session)
 
