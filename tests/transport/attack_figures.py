@@ -12,7 +12,16 @@ from gradwire.transport.wire import CONTROL, INIT
 
 from .faults import MEGABYTE
 from .simulator import Host, Link, Simulator
-from .test_observers import THIRD, Third, deliver, flooded, is_connected, starting
+from .test_observers import (
+    FORGERIES,
+    THIRD,
+    Forger,
+    Third,
+    deliver,
+    flooded,
+    is_connected,
+    starting,
+)
 
 
 def bytes_to_a_third_address() -> float:
@@ -58,6 +67,22 @@ def goodput_under_forgeries(nbytes: int, *, forges: bool) -> float:
     return _goodput(simulator, one, 3)
 
 
+def goodput_under_forged_fragments(share: float, nbytes: int) -> tuple[float, float]:
+    """Return the lowest goodput over that before, and the longest time for a megabyte after, of all kinds of forgery.
+
+    ``share`` datagrams of the size of a true one, ``nbytes``, are forged for each true one on a path of 12.5 MB/s.
+    """
+    ratios, recoveries_s = [], []
+    for seed, kind in enumerate(FORGERIES, 20):
+        forger = Forger(seed, kind, share, nbytes)
+        quiet_s = forger.elapsed_s()
+        forger.is_forging = True
+        ratios.append(quiet_s / forger.elapsed_s())
+        forger.is_forging = False
+        recoveries_s.append(forger.elapsed_s(1))
+    return min(ratios), max(recoveries_s)
+
+
 def _goodput(simulator: Simulator, host: Host, count: int) -> float:
     started_s = simulator.now_s
     tickets = [simulator.publish(host, bytes([tag]) * MEGABYTE, tag) for tag in range(count)]
@@ -76,7 +101,7 @@ def start_s(attack: str) -> float:
 
     def strike() -> None:
         for host in simulator.hosts.values():
-            for first in (0x13, 0x33):
+            for first in (0x23, 0x43):
                 for nbytes in (16, 256):
                     deliver(simulator, host, bytes([first]).ljust(nbytes, b"\0"), ("any", 1))
         simulator.call_at(simulator.now_s + 0.1, strike)
@@ -95,6 +120,12 @@ def main() -> None:
     for nbytes in (17, 100, 1_000):
         loud, quiet = (goodput_under_forgeries(nbytes, forges=forges) for forges in (True, False))
         lines.append(f"goodput, 10,000 forgeries of {nbytes} bytes in a second: {loud / quiet:.2f}")
+    for share, nbytes in itertools.product((0.05, 1.0), (1_200, 9_000)):
+        ratio, recovery_s = goodput_under_forged_fragments(share, nbytes)
+        line = (
+            f"goodput, {share:g} forged fragments of {nbytes} bytes for each true one: {ratio:.2f}"
+        )
+        lines.append(f"{line}; a megabyte afterwards: {recovery_s * 1e3:.0f} ms")
     for attack in ("nothing", "forgeries", "echoes"):
         lines.append(f"start under {attack}: {start_s(attack) * 1e3:.0f} ms")
     sys.stdout.write("\n".join(lines) + "\n")

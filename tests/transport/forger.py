@@ -3,7 +3,7 @@
 python forger.py SOURCE_PORT TARGET_PORT SHARE SECONDS
 
 It forges ``SHARE`` times as many datagrams as the stream has: of the record seen last or one of the next, with the
-shape of a true fragment, random bytes, and the address of the stream's sender. It writes how many it has sent.
+kind and shape of a true fragment, random bytes, and the address of the stream's sender. It writes how many it has sent.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import sys
 import time
 
 HEADER = struct.Struct("<BBBBIQ")
-DATA = 0x21
+DATA, TAGGED = 0x31, 0x35
+TAG_BYTES = 16
 IP_BYTES = 20
 UDP_BYTES = 8
 SEEN = IP_BYTES + UDP_BYTES
@@ -51,10 +52,12 @@ def main() -> None:
         except BlockingIOError:
             continue
         ports = struct.unpack_from("!HH", seen, IP_BYTES)
-        if ports != (source, target) or len(seen) < SEEN + HEADER.size or seen[SEEN] != DATA:
+        if ports != (source, target) or len(seen) < SEEN + HEADER.size:
             continue
-        _, _, _, fragments, stream, number = HEADER.unpack_from(seen, SEEN)
-        size = number >> 48
+        kind, _, _, fragments, stream, number = HEADER.unpack_from(seen, SEEN)
+        if kind not in (DATA, TAGGED):
+            continue
+        size = (number >> 48) + TAG_BYTES * (kind == TAGGED)
         # With segmentation offload one packet is a record.
         [nbytes] = struct.unpack_from("!H", seen, IP_BYTES + 4)
         due += share * max(1, (nbytes - UDP_BYTES) // (HEADER.size + size))
@@ -62,7 +65,8 @@ def main() -> None:
             due -= 1.0
             record = (number & NUMBER) + generator.choice((0, 1, 1, 2, 3))
             first = generator.randrange(max(1, fragments - 1))
-            header = HEADER.pack(DATA, 0, first, fragments, stream, size << 48 | record)
+            field = number & ~NUMBER | record
+            header = HEADER.pack(kind, 0, first, fragments, stream, field)
             start = generator.randrange(len(noise) - size)
             packet = framed(source, target, header + noise[start : start + size])
             sending.sendto(packet, ("127.0.0.1", 0))

@@ -31,6 +31,7 @@ from gradwire.transport.wire import (
     RECORD_NUMBER_MAX,
     RESPONSE,
     TAG_BYTES,
+    TAGGED,
     Ack,
     Close,
     CloseAck,
@@ -166,7 +167,7 @@ class Storm:
 
     def _garbage(self) -> None:
         script = self.script
-        first = (DATA, CONTROL, INIT, RESPONSE, script.below(256))[script.below(5)]
+        first = (DATA, CONTROL, INIT, RESPONSE, TAGGED, script.below(256))[script.below(6)]
         data = bytes([first]) + script.blob(300)
         times = 1 + script.below(4)
         self._deliver(data * times, max(1, len(data) - script.below(2)), source=script.below(3))
@@ -246,6 +247,7 @@ class Storm:
             script.number() << script.below(ACK_WINDOW_RECORDS - 64),
             tuple((cumulative + delta, script.number()) for delta in deltas),
             bool(deltas) and script.below(2) == 1,
+            script.below(2) == 1,
         )
 
     def _record(self) -> None:
@@ -274,9 +276,14 @@ class Storm:
             keys.seal_into(number, memoryview(plain), header, memoryview(sealed))
         order = list(range(min(64, -(-len(sealed) // size))))
         random.Random(script.below(8)).shuffle(order)
+        is_tagged = script.below(2) == 1
         for index in order[: len(order) - script.below(2)]:
-            head = HEADER.pack(DATA, 0, index, *fields)
-            self._deliver(head + sealed[index * size : (index + 1) * size])
+            kind = TAGGED if is_tagged else DATA
+            datagram = HEADER.pack(kind, 0, index, *fields) + sealed[index * size :][:size]
+            with contextlib.suppress(AuthenticationError):
+                if is_tagged and script.below(8):
+                    datagram += keys.tags(number, index, [memoryview(datagram)])[0]
+            self._deliver(datagram)
 
     def _init(self) -> None:
         """Send an INIT as a member that claims any identity but the honest node's."""

@@ -201,7 +201,7 @@ def test_a_lost_or_forged_datagram_changes_no_key(monkeypatch: pytest.MonkeyPatc
 
 def test_mac1_is_the_keyed_hash_of_everything_before_it() -> None:
     secret = bytes(range(32))
-    key = hmac.digest(secret, b"gradwire transport 2 mac1\x01", "sha256")
+    key = hmac.digest(secret, b"gradwire transport 3 mac1\x01", "sha256")
     expected = hashlib.blake2b(b"datagram", key=key, digest_size=16).digest()
     assert crypto.Mac1(secret).sign(b"datagram") == b"datagram" + expected
 

@@ -173,6 +173,8 @@ def test_forged_fragments_of_full_size_lose_nothing(share: float, datagram_bytes
     loud, loud_cpu_s, forged, recovery_s = stream(share)
     assert none == 0
     assert forged > 10
+    assert loud > 0.05 * quiet
+    assert recovery_s < 10.0
     logger.info(
         "%d bytes, %g times the stream: %.0f of %.0f MB/s, %.2f; %d forged; %.1f ms instead of %.1f ms for a "
         "megabyte; all arrived %.1f s after the last forgery",

@@ -15,7 +15,7 @@ from gradwire.transport.crypto import Handshake
 from gradwire.transport.endpoint import HALF_OPEN_MAX
 from gradwire.transport.handshake import TIMELY_S
 from gradwire.transport.session import RESPONSE_INTERVAL_S
-from gradwire.transport.wire import CONTROL, DATA, INIT, INIT_BYTES, RESPONSE
+from gradwire.transport.wire import CONTROL, DATA, INIT, INIT_BYTES, RESPONSE, TAGGED
 
 from .simulator import Host, Link, Simulator
 
@@ -293,7 +293,7 @@ def test_garbage_of_every_kind_is_counted_and_dropped(where: str) -> None:
     source = one.address if where == "address of a peer" else ("unknown", 1)
     before = two.endpoint.stats()
     for _ in range(300):
-        kind = generator.choice((DATA, CONTROL, INIT, RESPONSE, 0, 0x21, 0xFF))
+        kind = generator.choice((DATA, CONTROL, INIT, RESPONSE, TAGGED, 0, 0x21, 0xFF))
         size = generator.choice((1, 15, 16, 17, 32, 256, 1_400))
         batch = b"".join(bytes([kind]) + generator.randbytes(size - 1) for _ in range(20))
         batch = batch[: generator.randint(19 * size + 1, 20 * size)]

@@ -7,16 +7,17 @@ import random
 import pytest
 
 from gradwire.transport.congestion import NEVER_S
-from gradwire.transport.crypto import KeyChain
-from gradwire.transport.receiver import ReceiveBudget, Receiver
+from gradwire.transport.crypto import EPOCH_BITS, KeyChain
+from gradwire.transport.receiver import TAGGED_S, ReceiveBudget, Receiver
 from gradwire.transport.records import Record, Sealer
-from gradwire.transport.types import Stats
+from gradwire.transport.types import Stats, Transmit
 from gradwire.transport.wire import (
     ACK_WINDOW_RECORDS,
     CONTROL_PLAINTEXT_MAX,
     DATA,
     HEADER,
     RECORD_META,
+    TAGGED,
     DataHeader,
     Key,
     encode_frame,
@@ -25,6 +26,7 @@ from gradwire.transport.wire import (
 STREAM = 9
 FRAGMENT = 1_184
 SEGMENT = FRAGMENT + 16
+TAGGED_BYTES = SEGMENT + 16
 CHUNK = 52 * FRAGMENT - 40  # bytes of a message in a full record
 NOW_S = 1.0
 ACK_DELAY_S = 0.0005
@@ -54,10 +56,20 @@ class Feed:
         count = record.fragments - first if count is None else count
         return self.feed_bytes(record, first, record.wire[first * SEGMENT :][: count * SEGMENT])
 
-    def feed_bytes(self, record: Record, first: int, batch: bytes | memoryview) -> bool:
+    def feed_bytes(
+        self, record: Record, first: int, batch: bytes | memoryview, after_s: float = 0.0
+    ) -> bool:
         view = memoryview(batch)
         shape = (record.number, record.fragments, FRAGMENT)
-        return self.receiver.on_fragments(DataHeader(STREAM, *shape, first), view, NOW_S)
+        header = DataHeader(STREAM, *shape, first)
+        return self.receiver.on_fragments(header, view, NOW_S + after_s)
+
+    def feed_tagged(self, record: Record, first: int = 0, count: int = 64) -> None:
+        batch = memoryview(tagged(record))[first * TAGGED_BYTES :][: count * TAGGED_BYTES]
+        header = DataHeader.decode(batch, 0)
+        parts = self.receiver.authentic(header, batch, TAGGED_BYTES)
+        assert len(parts) == min(count, record.fragments - first)
+        assert self.receiver.on_fragments(header, memoryview(b"".join(parts)), NOW_S)
 
 
 def records(*payloads: bytes, start: int = 0, message: int = 0) -> list[Record]:
@@ -68,6 +80,13 @@ def records(*payloads: bytes, start: int = 0, message: int = 0) -> list[Record]:
         view = memoryview(payload)
         result += sealer.seal_message(start + len(result), frozenset(), number, number, view)
     return result
+
+
+def tagged(record: Record) -> bytes:
+    """Return the TAGGED datagrams of a record."""
+    sealer = Sealer(keys(), STREAM, SEGMENT)
+    [datagrams] = sealer.tagged(Transmit(("", 0), [record.wire], SEGMENT)).slices
+    return bytes(datagrams)
 
 
 def sealed(number: int, message: int, total: int, offset: int, chunk: bytes) -> Record:
@@ -203,17 +222,23 @@ def test_records_of_two_epochs_arrive_in_any_order() -> None:
 
 
 @pytest.mark.parametrize("where", [16, 20, 45 * SEGMENT + 16, -1])
-def test_a_forged_record_is_dropped_and_the_true_one_still_counts(where: int) -> None:
+def test_after_a_forged_record_only_fragments_with_tags_count(where: int) -> None:
     feed = Feed()
     record, tail = records(bytes(CHUNK + 10))
+    feed.feed(tail)
     forged = bytearray(record.wire)
     forged[where] ^= 1
     assert feed.feed_bytes(record, 0, forged)
     assert feed.receiver._counters.rejected_records == 1
-    assert feed.receiver.make_ack(NOW_S).partials == ()
+    assert feed.receiver.make_ack(NOW_S).tagged
     feed.feed(record)
-    feed.feed(tail)
+    assert feed.receiver.make_ack(NOW_S).partials == ()
+    feed.feed_tagged(record, 0, 40)
+    assert feed.receiver.make_ack(NOW_S).partials == ((0, (1 << 40) - 1),)
+    feed.feed_bytes(record, 0, forged)
+    feed.feed_tagged(record, 40)
     assert feed.got == [(0, bytes(CHUNK + 10))]
+    assert feed.receiver._counters.rejected_records == 1
 
 
 def test_a_forged_record_in_the_middle_of_a_message_leaves_the_rest_intact() -> None:
@@ -224,18 +249,106 @@ def test_a_forged_record_in_the_middle_of_a_message_leaves_the_rest_intact() -> 
     forged = bytearray(sent[1].wire)
     forged[100] ^= 1
     feed.feed_bytes(sent[1], 0, forged)
-    feed.feed(sent[1])
-    feed.feed(sent[2])
+    feed.feed_tagged(sent[1])
+    feed.feed_tagged(sent[2])
     assert feed.got == [(0, payload)]
 
 
-def test_a_contradicting_shape_cannot_block_a_record_for_ever() -> None:
+def test_a_forged_record_makes_all_incomplete_records_come_again() -> None:
+    feed = Feed()
+    sent = records(bytes(CHUNK), bytes(CHUNK), bytes(CHUNK))
+    feed.feed(sent[1], 0, 5)
+    feed.feed(sent[2])
+    assert feed.receiver.make_ack(NOW_S).partials == ((1, 0b11111),)
+    feed.feed_bytes(sent[0], 0, bytes(sent[0].nbytes))
+    ack = feed.receiver.make_ack(NOW_S)
+    assert (ack.tagged, ack.partials, ack.complete) == (True, (), 0b100)
+
+
+def test_two_headers_that_contradict_each_other_are_a_forgery() -> None:
     feed = Feed()
     [record] = records(bytes(5_000))
     forged = memoryview(bytes(SEGMENT))
     assert feed.receiver.on_fragments(DataHeader(STREAM, 0, 40, FRAGMENT, 3), forged, NOW_S)
+    assert not feed.receiver.make_ack(NOW_S).tagged
     feed.feed(record)
+    assert feed.receiver.make_ack(NOW_S).tagged
+    feed.feed_tagged(record)
     assert feed.got == [(0, bytes(5_000))]
+
+
+def test_tags_are_needed_for_some_seconds_after_the_last_forgery() -> None:
+    feed = Feed()
+    sent = records(b"first", b"second", b"third")
+    for record, at_s in ((sent[0], 0.0), (sent[1], TAGGED_S + 0.1)):
+        assert feed.feed_bytes(record, 0, bytes(record.nbytes), at_s)
+        assert feed.receiver.make_ack(NOW_S + at_s).tagged
+        feed.feed_bytes(record, 0, record.wire, at_s + TAGGED_S - 0.1)
+        assert feed.got == []
+    end_s = 2 * TAGGED_S + 0.2
+    assert not feed.receiver.make_ack(NOW_S + end_s).tagged
+    for record in sent:
+        feed.feed_bytes(record, 0, record.wire, end_s)
+    assert [payload for _, payload in feed.got] == [b"first", b"second", b"third"]
+
+
+@pytest.mark.parametrize("batch", [1, 2, 52])
+@pytest.mark.parametrize("where", [2, 3, 5, 8, 13, 15, 16, SEGMENT - 1, SEGMENT, TAGGED_BYTES - 1])
+def test_tagged_fragments_count_up_to_the_first_that_is_forged(where: int, batch: int) -> None:
+    feed = Feed()
+    [record, _] = records(bytes(CHUNK), bytes(CHUNK))
+    data = bytearray(tagged(record)[: batch * TAGGED_BYTES])
+    header = DataHeader.decode(memoryview(data), 0)
+    data[(batch // 2) * TAGGED_BYTES + where] ^= 1
+    parts = feed.receiver.authentic(header, memoryview(data), TAGGED_BYTES)
+    starts = range(0, batch // 2 * SEGMENT, SEGMENT)
+    assert [part[1:] for part in parts] == [record.wire[at + 1 :][: SEGMENT - 1] for at in starts]
+
+
+def test_a_tag_of_another_record_or_place_does_not_count() -> None:
+    feed = Feed()
+    sent = records(bytes(CHUNK), bytes(CHUNK))
+    first, second = (tagged(record) for record in sent)
+    header = DataHeader.decode(memoryview(first), 0)
+    for other in (second[TAGGED_BYTES:], first[2 * TAGGED_BYTES :], first):
+        mixed = memoryview(first[:TAGGED_BYTES] + other[:TAGGED_BYTES])
+        assert len(feed.receiver.authentic(header, mixed, TAGGED_BYTES)) == 1
+    assert not feed.receiver.authentic(header, memoryview(second), TAGGED_BYTES)
+
+
+@pytest.mark.parametrize("nbytes", [16, 17, 18, 31, 32, 33, 100])
+def test_a_truncated_tagged_fragment_is_forged(nbytes: int) -> None:
+    feed = Feed()
+    [record] = records(bytes(5_000))
+    cut = memoryview(tagged(record)[:nbytes])
+    assert feed.receiver.authentic(DataHeader.decode(cut, 0), cut, nbytes) == []
+
+
+def test_a_forged_tagged_fragment_of_a_later_epoch_costs_no_key() -> None:
+    feed = Feed()
+    [record] = records(b"text")
+    for epoch in (1, 2, 3):
+        header = HEADER.pack(TAGGED, 0, 0, 1, STREAM, FRAGMENT << 48 | epoch << EPOCH_BITS)
+        forged = memoryview(header + bytes(100))
+        assert feed.receiver.authentic(DataHeader.decode(forged, 0), forged, len(forged)) == []
+    feed.feed_tagged(record)
+    assert feed.got == [(0, b"text")]
+
+
+@pytest.mark.parametrize("are_tagged", [False, True])
+def test_forged_and_repeated_fragments_draw_no_ack_before_they_have_its_bytes(
+    are_tagged: bool,
+) -> None:
+    feed = Feed()
+    record, other = records(b"text", b"other")
+    feed.feed_bytes(other, 0, bytes(other.nbytes))
+    feed.feed_tagged(record)
+    feed.receiver.make_ack(NOW_S)
+    for _ in range(250 // record.nbytes):
+        assert feed.receiver.ack_at_s == NEVER_S
+        (feed.feed_tagged if are_tagged else feed.feed)(record)
+    feed.feed_tagged(record)
+    assert feed.receiver.ack_at_s < NEVER_S
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ def acks(draw: st.DrawFn) -> wire.Ack:
         draw(st.integers(0, 2**wire.ACK_WINDOW_RECORDS - 1)),
         tuple((cumulative + delta, draw(FRAGMENTS)) for delta in sorted(deltas)),
         bool(deltas) and draw(st.booleans()),
+        draw(st.booleans()),
     )
 
 
@@ -81,8 +82,10 @@ def test_mutated_frames_parse_or_raise_wire_error(
         wire.encode_frame(wire.Skip(0, 1))[:-8] + bytes(8),
         wire.encode_frame(wire.Skip(wire.RECORD_NUMBER_MAX, 1)),
         wire.encode_frame(wire.Ack(0, 0))[:-3] + bytes([129, 0, 0]),
-        wire.encode_frame(wire.Ack(0, 0))[:-3] + bytes([0, 101, 0]),
+        wire.encode_frame(wire.Ack(0, 0))[:-3] + bytes([0, 91, 0]),
         wire.encode_frame(wire.Ack(0, 0))[:-1] + bytes([1]),
+        wire.encode_frame(wire.Ack(0, 0))[:-1] + bytes([3]),
+        wire.encode_frame(wire.Ack(0, 0))[:-1] + bytes([4]),
         wire.encode_frame(wire.Ack(0, 0, 0, 1 << 900))[:-1],
         wire.encode_frame(wire.Ack(0, 0, 0, 0, ((3, 1 << 60),)))[:-1],
         wire.encode_frame(wire.Ack(0, 0, 0, 0, ((3, 1 << wire.FRAGMENTS_MAX),))),
@@ -101,13 +104,11 @@ def test_record_numbers_have_48_bits() -> None:
 
 
 def test_the_largest_acknowledgement_fits_one_control_datagram() -> None:
-    bare = wire.Ack(0, 0, 0, 2**wire.ACK_WINDOW_RECORDS - 1)
-    partials_bytes = wire.CONTROL_PLAINTEXT_MAX - len(wire.encode_frame(bare))
-    assert partials_bytes >= wire.ACK_PARTIAL_BYTES_MAX
     fragments = 2**wire.FRAGMENTS_MAX - 1
-    with_one = bare._replace(partials=((9, fragments),))
-    added_bytes = len(wire.encode_frame(with_one)) - len(wire.encode_frame(bare))
-    assert added_bytes == wire.partial_bytes(fragments)
+    partials = tuple((number, fragments) for number in range(wire.ACK_PARTIALS_MAX))
+    largest = wire.Ack(0, 0, 0, 2**wire.ACK_WINDOW_RECORDS - 1, partials, True, True)
+    assert wire.decode_frames(wire.encode_frame(largest)) == [largest]
+    assert len(wire.encode_frame(largest)) <= wire.CONTROL_PLAINTEXT_MAX
 
 
 @pytest.mark.parametrize("datagram_bytes", [wire.DATAGRAM_BYTES_MIN, 1_200, 1_472, 8_972, 9_016])
@@ -131,16 +132,26 @@ def test_an_answer_to_a_handshake_is_never_larger_than_the_question() -> None:
     assert response <= wire.INIT_BYTES
 
 
-@given(st.integers(0, 63), st.integers(1, 20), st.integers(1, 20), st.integers(17, 60))
+@given(
+    st.integers(0, 63),
+    st.integers(1, 20),
+    st.integers(1, 20),
+    st.integers(17, 60),
+    st.sampled_from(((wire.DATA, 0, 8), (wire.TAGGED, 0, 7), (wire.DATA, 1, 7))),
+)
 def test_a_run_of_neighbouring_fragments_ends_with_the_record(
-    first: int, count: int, others: int, segment_bytes: int
+    first: int, count: int, others: int, segment_bytes: int, other: tuple[int, int, int]
 ) -> None:
-    def datagram(fragment: int, number: int) -> bytes:
-        header = wire.HEADER.pack(wire.DATA, 0, fragment & 255, 64, 9, 1_184 << 48 | number)
+    """The datagram after the run is of another record, of another kind, or of another place in the record."""
+
+    def datagram(kind: int, fragment: int, number: int) -> bytes:
+        header = wire.HEADER.pack(kind, 0, fragment & 255, 64, 9, 1_184 << 48 | number)
         return header.ljust(segment_bytes, b"x")
 
-    batch = b"".join(datagram(first + index, 7) for index in range(count))
-    batch += b"".join(datagram(index, 8) for index in range(others))
+    kind, shift, number = other
+    end = first + count + shift
+    batch = b"".join(datagram(wire.DATA, first + index, 7) for index in range(count))
+    batch += b"".join(datagram(kind, end + index, number) for index in range(others))
     most = count + others
     assert wire.run_length(memoryview(batch), 0, segment_bytes, first, most) == count
 

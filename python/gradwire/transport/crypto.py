@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from .wire import MAC1_BYTES, TAG_BYTES
 
 PROTOCOL_NAME: Final = b"Noise_NNpsk0_25519_AESGCM_SHA256"
-PROLOGUE: Final = b"gradwire transport 2"
+PROLOGUE: Final = b"gradwire transport 3"
 PUBLIC_KEY_BYTES: Final = 32
 REPLAY_WINDOW: Final = 1_024
 # Records of 62 kB under one AES-GCM key: 2^34 blocks, an attacker's advantage below 2^-60 (RFC 8446, section 5.5).
@@ -54,7 +54,7 @@ class Mac1:
 
     def __init__(self, secret: bytes) -> None:
         # One step of HKDF-Expand: the secret itself is a key for the handshake only.
-        key = hmac.digest(secret, b"gradwire transport 2 mac1\x01", "sha256")
+        key = hmac.digest(secret, b"gradwire transport 3 mac1\x01", "sha256")
         self._keyed = hashlib.blake2b(key=key, digest_size=MAC1_BYTES)
 
     def sign(self, datagram: bytes) -> bytes:
@@ -222,6 +222,16 @@ class KeyChain:
         epoch_key = self._epoch_key(record)
         epoch_key.decrypt_into(epoch_key.nonce(record), sealed, header, out)
 
+    def tags(self, record: int, first: int, datagrams: list[memoryview]) -> list[bytes]:
+        """Return the tags of neighbouring fragments of a record; a tag covers the datagram but for its kind."""
+        # A record is sealed once, and its number does not have the highest bit: no nonce meets other bytes.
+        key = self._epoch_key(record)
+        number = key.iv_number ^ (1 << 95 | record << 8)
+        return [
+            key.aead.encrypt((number ^ index).to_bytes(IV_BYTES, "big"), b"", datagram[2:])
+            for index, datagram in enumerate(datagrams, first)
+        ]
+
     def _epoch_key(self, record: int) -> _EpochKey:
         epoch = record >> EPOCH_BITS
         # A peer that got SKIPs for all records of an epoch continues in a later one.
@@ -242,14 +252,14 @@ class _EpochKey:
 
     def __init__(self, key: bytes, iv: bytes) -> None:
         self.key, self.iv = key, iv
-        self._iv_number = int.from_bytes(iv, "big")
+        self.iv_number = int.from_bytes(iv, "big")
         self.aead = aead = AESGCM(key)
         self.encrypt_into: Transform = getattr(aead, "encrypt_into", _copying(aead.encrypt))
         self.decrypt_into: Transform = getattr(aead, "decrypt_into", _copying(aead.decrypt))
 
     def nonce(self, number: int) -> bytes:
         """Return the nonce of a record or control datagram."""
-        return (self._iv_number ^ number).to_bytes(IV_BYTES, "big")
+        return (self.iv_number ^ number).to_bytes(IV_BYTES, "big")
 
     def following(self) -> _EpochKey:
         """Return the key after this one."""

@@ -41,7 +41,7 @@ GSO_REFUSED: Final = frozenset(
     {errno.EIO, errno.EINVAL, errno.EMSGSIZE, errno.EOPNOTSUPP, errno.ENOPROTOOPT}
 )
 TRY_LATER: Final = frozenset({errno.EAGAIN, errno.EWOULDBLOCK, errno.EINTR})
-SIZE_REMEDY: Final = "lower Limits(datagram_bytes=...) to the MTU less 28 bytes (IPv4) or 48 (IPv6)"
+SIZE_REMEDY: Final = "lower Limits(datagram_bytes=...) to the MTU less 44 bytes (IPv4) or 64 (IPv6)"
 now_s = time.monotonic
 
 
@@ -189,9 +189,7 @@ class Driver:
         """Sleep until a time, or until a datagram comes, `wake` is called, or a full socket buffer has space again."""
         writes = [self._socket] if self.unsent else []
         timeout_s = max(0.0, until_s - now_s())
-        with contextlib.suppress(
-            OSError, ValueError
-        ):  # no alarm, or another thread has closed the socket
+        with contextlib.suppress(OSError, ValueError):  # no alarm, or another thread has closed it
             try:  # microseconds, where ``poll`` rounds up to milliseconds
                 select.select([self._alarm, self._socket], writes, [], timeout_s)
             except ValueError:  # a descriptor is too large for ``select``

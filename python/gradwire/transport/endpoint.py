@@ -196,7 +196,7 @@ class Endpoint:
             end = min(position + segment_bytes, total_bytes)
             if end - position < HEADER_BYTES:
                 self.counters.malformed_datagrams += 1
-            elif data[position] == wire.DATA:
+            elif data[position] in (wire.DATA, wire.TAGGED):
                 end = self._receive_data(data, position, segment_bytes, address, now_s)
             else:
                 self._receive_other(data[position:end], address, now_s)
@@ -214,9 +214,19 @@ class Endpoint:
         most = min(-(-(len(data) - position) // segment_bytes), header.fragments - header.first)
         count = wire.run_length(data, position, segment_bytes, header.first, most)
         end = min(position + count * segment_bytes, len(data))
+        batch = data[position:end]
+        if header.is_tagged and session.receiver is not None:
+            parts = session.receiver.authentic(header, batch, segment_bytes)
+            if not parts:
+                self.counters.unauthenticated_datagrams += 1
+                return min(position + segment_bytes, len(data))
+            count = len(parts)
+            end = min(position + count * segment_bytes, len(data))
+            batch = memoryview(b"".join(parts))
+            segment_bytes -= wire.TAG_BYTES
         # A short last datagram may stand alone; otherwise the header has to agree with the size on the wire.
         is_valid = count == 1 or header.fragment_bytes + HEADER_BYTES == segment_bytes
-        if not is_valid or not session.on_fragments(header, data[position:end], now_s):
+        if not is_valid or not session.on_fragments(header, batch, now_s):
             self.counters.malformed_datagrams += count
         return end
 

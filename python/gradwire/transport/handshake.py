@@ -141,9 +141,8 @@ class LocalNode:
         if not self._gate.admit(mac1, (self.wall_ms(now_s) - sent_ms) * 1e-3, now_s):
             return None
         handshake = Handshake(self.secret, PROLOGUE + header, self.entropy)
-        remote = wire.Introduction.decode(
-            handshake.read_init(datagram[wire.HEADER_BYTES : -wire.MAC1_BYTES])
-        )
+        message = datagram[wire.HEADER_BYTES : -wire.MAC1_BYTES]
+        remote = wire.Introduction.decode(handshake.read_init(message))
         if remote.session != index:
             raise wire.WireError("an INIT whose header contradicts its introduction")
         return handshake, remote

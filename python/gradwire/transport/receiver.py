@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import dataclass
+from hmac import compare_digest
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from . import wire
 from .congestion import NEVER_S
 from .crypto import AuthenticationError, KeyChain
 from .types import Stats
-from .wire import ACK_WINDOW_RECORDS, FRAGMENTS_MAX, HEADER_BYTES, Ack, DataHeader, Key
+from .wire import ACK_WINDOW_RECORDS, FRAGMENTS_MAX, HEADER_BYTES, TAG_BYTES, Ack, DataHeader, Key
 
 SMALL_BYTES: Final = 1_000  # what a smaller message counts for: its Python objects take 650 bytes
 ACK_DELAY_S: Final = 0.0005
@@ -21,7 +22,7 @@ ACK_EVERY_BYTES: Final = 300_000  # one ACK per record would cost more than the 
 # Bytes of fragments that draw an ACK before any record of theirs is authenticated: at least as many as the ACK has.
 UNPROVED_BYTES: Final = 250
 UNPROVED_PARTIAL_BYTES: Final = 10  # as many more for each incomplete record
-VARIANTS_MAX: Final = 4  # of one record; all but one are forged
+TAGGED_S: Final = 10.0  # for so long after a forgery only TAGGED fragments count
 
 Deliver = Callable[[int, memoryview], None]
 
@@ -54,61 +55,31 @@ class ReceiveBudget:
         self.used_bytes -= sum(max(nbytes, SMALL_BYTES) for nbytes in message_bytes)
 
 
+@dataclass(slots=True)
 class Partial:
-    """The fragments of one incomplete record; of two that differ, ``keeps_first`` decides which one counts."""
+    """The fragments of one incomplete record."""
 
-    __slots__ = ("_buffer", "_full", "_is_filled", "_sealed_bytes", "got", "keeps_first", "shape")
-
-    def __init__(self, fragments: int, fragment_bytes: int) -> None:
-        self.shape = fragments, fragment_bytes
-        self.got = 0  # a bit for each fragment that has come since some were found to be forged
-        self.keeps_first = True
-        self._buffer = np.empty(self.shape, np.uint8)
-        self._full = (1 << fragments) - 1
-        self._sealed_bytes = 0
-        self._is_filled = False
-
-    @property
-    def held(self) -> int:
-        """The fragments to acknowledge: without a short last one, which is the cheapest to forge."""
-        is_short = self._sealed_bytes < self._buffer.size
-        return self.got & self._full >> is_short
-
-    def newest(self) -> Partial:
-        """Return a copy in which the newer of two fragments counts."""
-        partial = deepcopy(self)
-        partial.keeps_first = False
-        return partial
+    buffer: NDArray[np.uint8]  # a row for each fragment
+    got: int = 0  # a bit for each fragment that has arrived
+    sealed_bytes: int = 0  # of the record, once its last fragment has arrived
 
     def add_fragments(self, first: int, count: int, batch: memoryview) -> memoryview | None:
         """Store neighbouring fragments, headers included; return the record's sealed bytes if all have arrived."""
-        fragments, size = self.shape
+        fragments, size = self.buffer.shape
         segment = size + HEADER_BYTES
-        run = ((1 << count) - 1) << first
-        if not (self.keeps_first and self.got & run):
-            full = len(batch) // segment
-            if full:
-                rows = np.ndarray((full, segment), np.uint8, batch)
-                self._buffer[first : first + full] = rows[:, HEADER_BYTES:]
-            if full < count:
-                tail = np.frombuffer(batch, np.uint8, offset=full * segment + HEADER_BYTES)
-                self._buffer[first + full, : len(tail)] = tail
-            if first + count == fragments:
-                self._sealed_bytes = first * size + len(batch) - count * HEADER_BYTES
-        elif count > 1:
-            for index in range(count):
-                self.add_fragments(first + index, 1, batch[index * segment :][:segment])
-        self.got |= run
-        self._is_filled |= self.got == self._full
-        if not self._is_filled:
+        full = len(batch) // segment
+        if full:
+            rows = np.ndarray((full, segment), np.uint8, batch)
+            self.buffer[first : first + full] = rows[:, HEADER_BYTES:]
+        if full < count:
+            tail = np.frombuffer(batch, np.uint8, offset=full * segment + HEADER_BYTES)
+            self.buffer[first + full, : len(tail)] = tail
+        if first + count == fragments:
+            self.sealed_bytes = first * size + len(batch) - count * HEADER_BYTES
+        self.got |= ((1 << count) - 1) << first
+        if self.got + 1 < 1 << fragments:
             return None
-        return memoryview(self._buffer.reshape(-1))[: self._sealed_bytes]  # type: ignore[arg-type]
-
-    def reject(self) -> None:
-        """Let every fragment come again, because some are forged: each newer one may complete the record."""
-        self.keeps_first = False
-        if self.got == self._full:
-            self.got = 0
+        return memoryview(self.buffer.reshape(-1))[: self.sealed_bytes]  # type: ignore[arg-type]
 
 
 @dataclass(slots=True)
@@ -137,7 +108,8 @@ class Receiver:
         self._consumed = start
         self._is_ended = False
         self._window = 0
-        self._partials: dict[int, list[Partial]] = {}  # by record
+        self._partials: dict[int, Partial] = {}  # by record
+        self._tagged_until_s = -NEVER_S  # until then fragments without a tag do not count
         # By record number: the plaintext of a complete record, or the end of a skip that begins there.
         self._complete: dict[int, memoryview | int] = {}
         self._assembly: _Assembly | None = None
@@ -158,9 +130,24 @@ class Receiver:
         """Have an acknowledgement sent at this time or earlier."""
         self.ack_at_s = min(self.ack_at_s, at_s)
 
+    def authentic(self, header: DataHeader, batch: memoryview, step: int) -> list[memoryview]:
+        """Return neighbouring TAGGED datagrams without their tags, up to the first that is forged."""
+        run = [batch[start : start + step] for start in range(0, len(batch), step)]
+        datagrams = [each[:-TAG_BYTES] for each in run]
+        # Records without credit may be of an epoch to come, whose key would replace the present ones.
+        if header.record >= self.limit:
+            return []
+        try:
+            tags = self._keys.tags(header.record, header.first, datagrams)
+        except AuthenticationError:  # a hostile member has skipped to an epoch without a key
+            return []
+        pairs = zip(tags, run, strict=True)
+        are_true = [compare_digest(tag, each[-TAG_BYTES:]) for tag, each in pairs]
+        return datagrams if all(are_true) else datagrams[: are_true.index(False)]
+
     def on_fragments(self, header: DataHeader, batch: memoryview, now_s: float) -> bool:
         """Take neighbouring fragments of one record, headers included; return False if no valid record has them."""
-        _, record, fragments, fragment_bytes, first = header
+        _, record, fragments, fragment_bytes, first, is_tagged = header
         nbytes = len(batch)
         segment_bytes = fragment_bytes + HEADER_BYTES
         count = -(-nbytes // segment_bytes)
@@ -179,51 +166,45 @@ class Receiver:
         # An ACK for less, of which nothing may be authentic, could be larger than a forgery.
         unproved_bytes = UNPROVED_BYTES + UNPROVED_PARTIAL_BYTES * len(self._partials)
         is_enough = self._unacknowledged_bytes >= unproved_bytes
-        if not self.cumulative <= record < self.limit or record in self._complete:
-            # The acknowledgement of an earlier copy was lost, or the sender has no credit.
+        if not is_tagged and now_s < self._tagged_until_s:
+            self._counters.unauthenticated_datagrams += count
+        elif not self.cumulative <= record < self.limit or record in self._complete:
             self._counters.duplicate_fragments += count
-            if is_enough:
-                self.acknowledge_by(now_s)
+        elif self._add_fragments(header, count, batch) or is_enough:
+            position = record * FRAGMENTS_MAX + first
+            opens_gap = position > self._frontier and self._has_gap(record)
+            after = position + count if end < fragments else (record + 1) * FRAGMENTS_MAX
+            self._frontier = max(self._frontier, after)
+            # A gap is reported once, when it opens: the sender finds losses by time. `_take_record` reports ends.
+            is_urgent = opens_gap or self._unacknowledged_bytes >= ACK_EVERY_BYTES
+            self.acknowledge_by(now_s if is_urgent else now_s + ACK_DELAY_S)
             return True
-        if not self._add_fragments(header, count, batch) and not is_enough:
-            return True
-        position = record * FRAGMENTS_MAX + first
-        opens_gap = position > self._frontier and self._has_gap(record)
-        after = position + count if end < fragments else (record + 1) * FRAGMENTS_MAX
-        self._frontier = max(self._frontier, after)
-        # A gap is reported once, when it opens: the sender finds losses by time. `_take_record` reports messages' ends.
-        is_urgent = opens_gap or self._unacknowledged_bytes >= ACK_EVERY_BYTES
-        self.ack_at_s = min(self.ack_at_s, now_s if is_urgent else now_s + ACK_DELAY_S)
+        if is_enough:  # the sender has missed an ACK, or has no credit, or does not know yet that tags are needed
+            self.acknowledge_by(now_s + ACK_DELAY_S)
         return True
 
     def _add_fragments(self, header: DataHeader, count: int, batch: memoryview) -> bool:
         """Store the fragments; return whether they complete their record."""
-        _, record, fragments, fragment_bytes, first = header
-        run = ((1 << count) - 1) << first
-        variants = self._partials.setdefault(record, [])
-        # Of contradicting headers and fragments, all but one are forged. A complete record stands for itself.
-        same = [each for each in variants if each.shape == (fragments, fragment_bytes)]
-        again = same[0].got & run if same else 0
-        self._counters.duplicate_fragments += again.bit_count()
-        if not same or count == fragments:
-            same.append(Partial(fragments, fragment_bytes))
-        elif again and len(same) == 1 and same[0].keeps_first:
-            same.append(same[0].newest())
-        if same[-1] not in variants:
-            variants.append(same[-1])
-            if len(variants) > VARIANTS_MAX:
-                variants.remove(min(variants[:-1], key=lambda each: each.got.bit_count()))
-        for partial in reversed(same):
+        _, record, fragments, fragment_bytes, first, _ = header
+        shape = (fragments, fragment_bytes)
+        partial = self._partials.get(record)
+        if partial is None:
+            partial = self._partials[record] = Partial(np.empty(shape, np.uint8))
+        self._counters.duplicate_fragments += (partial.got >> first & (1 << count) - 1).bit_count()
+        if partial.buffer.shape == shape:
             sealed = partial.add_fragments(first, count, batch)
-            if sealed is not None:
-                if self._open(record, sealed, header.associated):
-                    return True
-                partial.reject()
+            if sealed is None:
+                return False
+            if self._open(record, sealed, header.associated):
+                return True
+        # A fragment is forged, or one of two headers that differ: everything incomplete comes again, with tags.
+        self._partials.clear()
+        self._tagged_until_s = self.last_arrival_s + TAGGED_S
         return False
 
     def _open(self, record: int, sealed: memoryview, associated: bytes) -> bool:
         """Decrypt a complete record, and consume every record that is next in order; return False if it is forged."""
-        plain = _empty(max(0, len(sealed) - wire.TAG_BYTES))
+        plain = _empty(max(0, len(sealed) - TAG_BYTES))
         try:
             if len(plain) < wire.RECORD_META_BYTES:
                 raise AuthenticationError("too short for a record")
@@ -310,14 +291,8 @@ class Receiver:
 
     def _has_gap(self, record: int) -> bool:
         """Return whether fragments are missing before this record, or inside the next one."""
-        if record > self.cumulative:
-            return True
-        held = self._held(self.cumulative)
-        return held & (held + 1) != 0
-
-    def _held(self, record: int) -> int:
-        variants = self._partials.get(record, ())
-        return max((each.held for each in variants), key=int.bit_count, default=0)
+        oldest = self._partials.get(self.cumulative)
+        return record > self.cumulative or (oldest is not None and oldest.got & oldest.got + 1 != 0)
 
     def make_ack(self, now_s: float) -> Ack:
         """Return the acknowledgement to send now, with all the credit there is."""
@@ -325,22 +300,15 @@ class Receiver:
         self._unacknowledged_bytes = 0
         self.limit = max(self.limit, min(self._consumed + self._window, wire.RECORD_NUMBER_MAX))
         base = self.cumulative
-        partials = []
-        space_bytes = wire.ACK_PARTIAL_BYTES_MAX
-        incomplete = sorted(filter(self._held, self._partials))
-        for number in incomplete[: wire.ACK_PARTIALS_MAX]:
-            got = self._held(number)
-            space_bytes -= wire.partial_bytes(got)
-            if space_bytes < 0:
-                break
-            partials.append((number, got))
+        described = sorted(self._partials)[: wire.ACK_PARTIALS_MAX]
         return Ack(
             cumulative=base,
             limit=self.limit,
             delay_us=min(int(max(0.0, now_s - self.last_arrival_s) * 1e6), 1_000_000),
             complete=sum(1 << (record - base) for record in self._complete if record > base),
-            partials=tuple(partials),
-            truncated=len(partials) < len(incomplete),
+            partials=tuple((number, self._partials[number].got) for number in described),
+            truncated=len(described) < len(self._partials),
+            tagged=now_s < self._tagged_until_s,
         )
 
     def abandon(self) -> None:

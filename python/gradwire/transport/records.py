@@ -9,11 +9,13 @@ import numpy as np
 
 from . import wire
 from .crypto import EPOCH_BITS, KeyChain
-from .wire import HEADER_BYTES, RECORD_META_BYTES
+from .types import Transmit
+from .wire import HEADER_BYTES, RECORD_META_BYTES, TAG_BYTES
 
 KEY_LIFE_S: Final = 86_400.0  # of a sender key
 OBJECT_BYTES: Final = 1_400  # memory of the Python objects of a record and its ticket
 FRAGMENT_INDICES: Final = np.arange(wire.FRAGMENTS_MAX, dtype=np.uint8)
+_TAGGED_KIND: Final = bytes([wire.TAGGED])
 
 
 class Record(NamedTuple):
@@ -98,7 +100,7 @@ class Sealer:
         self._segment_bytes = datagram_bytes
         self._fragment_bytes = datagram_bytes - HEADER_BYTES
         fragments = wire.fragments_per_record(datagram_bytes)
-        self._overhead_bytes = RECORD_META_BYTES + wire.TAG_BYTES
+        self._overhead_bytes = RECORD_META_BYTES + TAG_BYTES
         self._chunk_bytes = fragments * self._fragment_bytes - self._overhead_bytes
         self._plain = memoryview(bytearray(fragments * self._fragment_bytes))
         self._sealed = np.empty((fragments, self._fragment_bytes), dtype=np.uint8)
@@ -126,7 +128,7 @@ class Sealer:
             number += 1
 
     def _seal(self, number: int, recipients: frozenset[int], plain: memoryview) -> Record:
-        sealed_bytes = len(plain) + wire.TAG_BYTES
+        sealed_bytes = len(plain) + TAG_BYTES
         fragments = -(-sealed_bytes // self._fragment_bytes)
         nbytes = sealed_bytes + fragments * HEADER_BYTES
         field = self._fragment_bytes << wire.RECORD_NUMBER_BITS | number
@@ -141,3 +143,15 @@ class Sealer:
         datagrams = memoryview(grid.reshape(-1))[:nbytes]  # type: ignore[arg-type]
         full = (1 << fragments) - 1
         return Record(number, datagrams, nbytes, fragments, full, self._segment_bytes, recipients)
+
+    def tagged(self, transmit: Transmit) -> Transmit:
+        """Return DATA datagrams of one record as TAGGED ones."""
+        address, slices, step = transmit
+        parts: list[bytes | memoryview] = []
+        for run in [memoryview(each) for each in slices]:
+            header = wire.DataHeader.decode(run, 0)
+            datagrams = [run[start : start + step] for start in range(0, len(run), step)]
+            tags = self.keys.tags(header.record, header.first, datagrams)
+            for datagram, tag in zip(datagrams, tags, strict=True):
+                parts += (_TAGGED_KIND, datagram[1:], tag)
+        return Transmit(address, [b"".join(parts)], step + TAG_BYTES)

@@ -9,7 +9,7 @@ from typing import Final, TypeAlias
 from .congestion import NEVER_S, PTO_MAX_S, RateController, RttEstimator, SendState
 from .records import Record, SendLog, lowest_bits
 from .types import Address, Peer, Stats, Ticket, Transmit
-from .wire import Ack, Skip
+from .wire import TAG_BYTES, Ack, Skip
 
 # When many nodes send to one, a datagram is often lost several times; backing off early would waste the time after.
 PROBES_AT_FIRST: Final = 3
@@ -60,6 +60,7 @@ class Sender:
         self.cursor = start  # the next record of the log to send for the first time
         self.cumulative = start  # the peer has every record below this number
         self.limit = start  # the first record number for which the peer has given no credit
+        self.is_tagging = False  # the peer takes only TAGGED fragments
         self._flights: dict[int, Flight] = {}
         self._waiting: dict[int, Flight] = {}
         self.pending: deque[tuple[int, Ticket]] = deque()  # (last record of a message, its ticket)
@@ -146,7 +147,7 @@ class Sender:
         self._progress_at_s = now_s
         if record is SKIPPED:
             return Skip(flight.number, flight.span)
-        self._counters.udp_bytes_sent += nbytes
+        self._counters.udp_bytes_sent += nbytes + mask.bit_count() * TAG_BYTES * self.is_tagging
         self._counters.datagrams_sent += mask.bit_count()
         return Transmit(address, slices, record.segment_bytes)
 
@@ -160,8 +161,10 @@ class Sender:
     def on_ack(self, ack: Ack, now_s: float) -> None:
         """Process an acknowledgement, which must be newer than every one before."""
         self.limit = max(self.limit, ack.limit)
+        self.is_tagging = ack.tagged
         newest_before = self._newest[0]
         delay_s = ack.delay_us * 1e-6
+        shortest_s = 0.0
         newest: Sent | None = None
         delivered_bytes = 0
         for flight, got in self._reported(ack):
@@ -174,6 +177,9 @@ class Sender:
                 delivered_bytes += nbytes
                 if sent is not None and (newest is None or sent.order > newest.order):
                     newest = sent
+                    # Parts of a record may be forged, and may have come before the true ones.
+                    is_authentic = ack.tagged or got == flight.record.full
+                    shortest_s = 0.0 if is_authentic else self._rtt.minimum_s
             if dropped:  # the peer could not authenticate the record and forgot its fragments
                 flight.acked &= got
                 self._set_to_send(flight, flight.to_send | dropped)
@@ -184,7 +190,7 @@ class Sender:
             self._progress_at_s = now_s
             if newest.order > newest_before and newest.has_single_copy:
                 elapsed_s = now_s - newest.state.sent_at_s
-                self._rtt.add_sample(max(elapsed_s - delay_s, elapsed_s / 8), now_s)
+                self._rtt.add_sample(max(elapsed_s - delay_s, elapsed_s / 8, shortest_s), now_s)
             self.rate.on_delivered(delivered_bytes, newest.state, now_s)
         # A peer has nothing that was not sent. Of the records beyond a truncated report nothing is known: not lost yet.
         cumulative = min(ack.cumulative, self.cursor)

@@ -445,7 +445,7 @@ class Session:
             if item is None:
                 break
             if isinstance(item, Transmit):
-                out.append(item)
+                out.append(self._endpoint.sealer.tagged(item) if self.sender.is_tagging else item)
             else:
                 self.control.frames.append(wire.encode_frame(item))
             item = None

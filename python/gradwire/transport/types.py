@@ -84,7 +84,7 @@ class Limits:
     send_log_bytes: int = 160 << 20
     receive_bytes: int = 128 << 20  #: memory for messages in assembly or waiting for the caller
     window_bytes: int = 16 << 20  #: credit granted to all sending peers together
-    #: UDP payload of a full data datagram: up to the MTU less 28 bytes (IPv4) or 48 (IPv6), the same on all nodes
+    #: UDP payload of a full data datagram: up to the MTU less 44 bytes (IPv4) or 64 (IPv6), the same on all nodes
     datagram_bytes: int = 1_200
     #: every peer gets a control datagram in this time; after five times as much silence a new session may replace it
     heartbeat_s: float = 0.2

@@ -1,4 +1,4 @@
-"""The datagrams of transport version 2, to and from bytes; ``docs/transport.md`` draws them with byte rulers."""
+"""The datagrams of transport version 3, to and from bytes; ``docs/transport.md`` draws them with byte rulers."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import struct
 from io import BytesIO
 from typing import Final, NamedTuple, TypeAlias
 
-VERSION: Final = 2
+VERSION: Final = 3
 DATA: Final = VERSION << 4 | 1
 CONTROL: Final = VERSION << 4 | 2
 INIT: Final = VERSION << 4 | 3
 RESPONSE: Final = VERSION << 4 | 4
+TAGGED: Final = VERSION << 4 | 5  # a DATA datagram with a tag of its own
 
 HEADER: Final = struct.Struct("<BBBBIQ")  # kind, 0, fragment, fragments, stream or session, number
 HEADER_BYTES: Final = 16
@@ -32,9 +33,9 @@ MAC1_BYTES: Final = 16  # at the end of both handshake datagrams
 INTRODUCTION_BYTES: Final = INIT_BYTES - HEADER_BYTES - 32 - TAG_BYTES - MAC1_BYTES  # in an INIT
 CONTROL_PLAINTEXT_MAX: Final = 1_200 - HEADER_BYTES - TAG_BYTES
 ACK_WINDOW_RECORDS: Final = 1_024  # records that the bitmap of one ACK can describe
-ACK_PARTIALS_MAX: Final = 100
-ACK_PARTIAL_BYTES_MAX: Final = 1_000  # of all partials of one ACK
+ACK_PARTIALS_MAX: Final = 90
 MEMBERS_MAX: Final = 32
+_FRAGMENT_INDICES: Final = bytes(range(256))
 
 
 def fragments_per_record(datagram_bytes: int) -> int:
@@ -47,20 +48,21 @@ class WireError(ValueError):
 
 
 class DataHeader(NamedTuple):
-    """The header of a DATA datagram."""
+    """The header of a DATA or TAGGED datagram."""
 
     stream: int  # of the sender
     record: int
     fragments: int  # of the record
     fragment_bytes: int  # sealed bytes in each fragment but the last
     first: int  # index of this fragment
+    is_tagged: bool = False  # in a TAGGED datagram
 
     @classmethod
     def decode(cls, data: memoryview, position: int) -> DataHeader:
         """Parse the header at this position."""
-        _, _, first, fragments, stream, number = HEADER.unpack_from(data, position)
-        fragment_bytes = number >> RECORD_NUMBER_BITS
-        return cls(stream, number & RECORD_NUMBER_MAX, fragments, fragment_bytes, first)
+        kind, _, first, fragments, stream, number = HEADER.unpack_from(data, position)
+        record, fragment_bytes = number & RECORD_NUMBER_MAX, number >> RECORD_NUMBER_BITS
+        return cls(stream, record, fragments, fragment_bytes, first, kind == TAGGED)
 
     @property
     def associated(self) -> bytes:
@@ -76,9 +78,11 @@ class Ack(NamedTuple):
     limit: int  # the first record number that must not be sent yet (absolute credit)
     delay_us: int = 0  # time for which the receiver held the acknowledgement back
     complete: int = 0  # bit i: record ``cumulative + i`` is complete, or the skip that begins there
-    # (record number, bitmap of the fragments held) of incomplete records, oldest first
-    partials: tuple[tuple[int, int], ...] = ()
+    partials: tuple[
+        tuple[int, int], ...
+    ] = ()  # incomplete records, oldest first, and their fragments
     truncated: bool = False  # the ACK says nothing about the records beyond the last partial
+    tagged: bool = False  # somebody forges fragments: only TAGGED ones count
 
 
 class Ping(NamedTuple):
@@ -151,7 +155,7 @@ def encode_frame(frame: Frame) -> bytes:
     """Return the bytes of one control frame."""
     if isinstance(frame, Ack):
         bitmap = _bitmap(frame.complete)
-        counts = (len(bitmap), len(frame.partials), frame.truncated)
+        counts = (len(bitmap), len(frame.partials), frame.truncated | frame.tagged << 1)
         data = bytes([_ACK_TYPE]) + _ACK.pack(*frame[:3], *counts) + bitmap
         for number, got in frame.partials:
             bitmap = _bitmap(got)
@@ -166,11 +170,6 @@ def encode_frame(frame: Frame) -> bytes:
 
 def _bitmap(bits: int) -> bytes:
     return bits.to_bytes((bits.bit_length() + 7) // 8, "little")
-
-
-def partial_bytes(got: int) -> int:
-    """Return the bytes that an ACK spends on an incomplete record with these fragments."""
-    return _PARTIAL.size + len(_bitmap(got))
 
 
 def _encode_text(text: str) -> bytes:
@@ -211,7 +210,7 @@ def _decode_ack(data: BytesIO) -> Ack:
     cumulative, limit, delay_us, nbytes, count, flags = _ACK.unpack(_read(data, _ACK.size))
     _check_record_number(max(cumulative, limit))
     is_excessive = nbytes > ACK_WINDOW_RECORDS // 8 or count > ACK_PARTIALS_MAX
-    if is_excessive or flags > 1 or (flags == 1 and count == 0):
+    if is_excessive or flags > 3 or (flags & 1 and count == 0):
         raise WireError("an acknowledgement describes more than its limits allow")
     complete = int.from_bytes(_read(data, nbytes), "little")
     partials = []
@@ -220,7 +219,7 @@ def _decode_ack(data: BytesIO) -> Ack:
         if nbytes > FRAGMENTS_MAX // 8:
             raise WireError("the bitmap of an incomplete record is too long")
         partials.append((cumulative + delta, int.from_bytes(_read(data, nbytes), "little")))
-    return Ack(cumulative, limit, delay_us, complete, tuple(partials), flags == 1)
+    return Ack(cumulative, limit, delay_us, complete, tuple(partials), bool(flags & 1), flags > 1)
 
 
 def _read(data: BytesIO, nbytes: int) -> bytes:
@@ -266,18 +265,18 @@ class Introduction(NamedTuple):
         return cls(*fixed)._replace(advertise=_decode_text(data))
 
 
-_FRAGMENT_INDICES: Final = bytes(range(256))
-
-
 def run_length(data: memoryview, position: int, segment_bytes: int, first: int, most: int) -> int:
     """Return how many of the ``most`` datagrams from ``position`` on are neighbouring fragments of one record."""
-    # Two bytes of each header are compared, which is cheap. A false match, 256 records apart, costs a retransmission.
+    # Three bytes of each header are compared, which is cheap. A false match, 256 records apart, costs retransmissions.
     stop = position + (most - 1) * segment_bytes + HEADER_BYTES
     if most <= 1 or stop > len(data):  # the last datagram is too short for a header
         return 1
+    kinds = data[position:stop:segment_bytes].tobytes()
     indices = data[position + 2 : stop : segment_bytes].tobytes()
     numbers = data[position + 8 : stop : segment_bytes].tobytes()
-    if indices == _FRAGMENT_INDICES[first : first + most] and numbers == numbers[:1] * most:
+    is_record = kinds == kinds[:1] * most and numbers == numbers[:1] * most
+    if is_record and indices == _FRAGMENT_INDICES[first : first + most]:
         return most
-    headers = enumerate(zip(indices, numbers, strict=True))
-    return next(count for count, header in headers if header != (first + count, numbers[0]))
+    headers = enumerate(zip(kinds, indices, numbers, strict=True))
+    kind, number = kinds[0], numbers[0]
+    return next(count for count, each in headers if each != (kind, first + count, number))
