@@ -22,6 +22,7 @@ IP_BYTES = 20
 UDP_BYTES = 8
 SEEN = IP_BYTES + UDP_BYTES
 NUMBER = (1 << 48) - 1
+TTL, TTL_AT = 63, 8  # true datagrams have 64: the forger sees its own, too
 HOST = socket.inet_aton("127.0.0.1")
 
 
@@ -29,7 +30,7 @@ def framed(source: int, target: int, payload: bytes) -> bytes:
     """Return an IPv4 packet; the kernel fills in its checksum, UDP needs none."""
     nbytes = UDP_BYTES + len(payload)
     udp = struct.pack("!HHHH", source, target, nbytes, 0)
-    ip = struct.pack("!BBHHHBBH4s4s", 0x45, 0, IP_BYTES + nbytes, 0, 0, 64, 17, 0, HOST, HOST)
+    ip = struct.pack("!BBHHHBBH4s4s", 0x45, 0, IP_BYTES + nbytes, 0, 0, TTL, 17, 0, HOST, HOST)
     return ip + udp + payload
 
 
@@ -52,7 +53,8 @@ def main() -> None:
         except BlockingIOError:
             continue
         ports = struct.unpack_from("!HH", seen, IP_BYTES)
-        if ports != (source, target) or len(seen) < SEEN + HEADER.size:
+        is_other = ports != (source, target) or seen[TTL_AT] == TTL
+        if is_other or len(seen) < SEEN + HEADER.size:
             continue
         kind, _, _, fragments, stream, number = HEADER.unpack_from(seen, SEEN)
         if kind not in (DATA, TAGGED):

@@ -64,6 +64,13 @@ class Feed:
         header = DataHeader(STREAM, *shape, first)
         return self.receiver.on_fragments(header, view, NOW_S + after_s)
 
+    def spoil(self, record: Record, where: int = 100, after_s: float = 0.0) -> None:
+        """Feed a record in two parts, of which one is forged."""
+        forged = bytearray(record.wire)
+        forged[where] ^= 1
+        self.feed_bytes(record, 0, forged[: 2 * SEGMENT], after_s)
+        self.feed_bytes(record, 2, forged[2 * SEGMENT :], after_s)
+
     def feed_tagged(self, record: Record, first: int = 0, count: int = 64) -> None:
         batch = memoryview(tagged(record))[first * TAGGED_BYTES :][: count * TAGGED_BYTES]
         header = DataHeader.decode(batch, 0)
@@ -222,45 +229,66 @@ def test_records_of_two_epochs_arrive_in_any_order() -> None:
 
 
 @pytest.mark.parametrize("where", [16, 20, 45 * SEGMENT + 16, -1])
-def test_after_a_forged_record_only_fragments_with_tags_count(where: int) -> None:
+def test_a_forged_record_that_comes_at_once_changes_nothing(where: int) -> None:
     feed = Feed()
     record, tail = records(bytes(CHUNK + 10))
-    feed.feed(tail)
+    feed.feed(record, 0, 20)
     forged = bytearray(record.wire)
     forged[where] ^= 1
     assert feed.feed_bytes(record, 0, forged)
     assert feed.receiver._counters.rejected_records == 1
+    ack = feed.receiver.make_ack(NOW_S)
+    assert (ack.tagged, ack.partials) == (False, ((0, (1 << 20) - 1),))
+    feed.feed(record, 20)
+    feed.feed(tail)
+    assert feed.got == [(0, bytes(CHUNK + 10))]
+
+
+@pytest.mark.parametrize("where", [16, 20, 45 * SEGMENT + 16, -1])
+def test_after_a_forged_fragment_only_fragments_with_tags_count(where: int) -> None:
+    feed = Feed()
+    [record] = records(bytes(CHUNK))
+    feed.spoil(record, where)
+    assert feed.receiver._counters.rejected_records == 1
     assert feed.receiver.make_ack(NOW_S).tagged
-    feed.feed(record)
+    feed.feed(record, 0, 51)
     assert feed.receiver.make_ack(NOW_S).partials == ()
     feed.feed_tagged(record, 0, 40)
     assert feed.receiver.make_ack(NOW_S).partials == ((0, (1 << 40) - 1),)
-    feed.feed_bytes(record, 0, forged)
+    feed.feed_bytes(record, 0, bytes(10 * SEGMENT))
     feed.feed_tagged(record, 40)
-    assert feed.got == [(0, bytes(CHUNK + 10))]
+    assert feed.got == [(0, bytes(CHUNK))]
     assert feed.receiver._counters.rejected_records == 1
 
 
-def test_a_forged_record_in_the_middle_of_a_message_leaves_the_rest_intact() -> None:
+def test_a_record_that_comes_at_once_needs_no_tags() -> None:
+    feed = Feed()
+    full, small, last = records(bytes(CHUNK), b"small", bytes(CHUNK))
+    feed.spoil(last)
+    feed.feed(full)
+    feed.feed(small)
+    feed.feed_tagged(last)
+    assert feed.got == [(0, bytes(CHUNK)), (1, b"small"), (2, bytes(CHUNK))]
+
+
+def test_a_forged_fragment_in_the_middle_of_a_message_leaves_the_rest_intact() -> None:
     feed = Feed()
     payload = random.Random(3).randbytes(3 * CHUNK)
     sent = records(payload)
     feed.feed(sent[0])
-    forged = bytearray(sent[1].wire)
-    forged[100] ^= 1
-    feed.feed_bytes(sent[1], 0, forged)
+    feed.spoil(sent[1])
     feed.feed_tagged(sent[1])
     feed.feed_tagged(sent[2])
     assert feed.got == [(0, payload)]
 
 
-def test_a_forged_record_makes_all_incomplete_records_come_again() -> None:
+def test_a_forged_fragment_makes_all_incomplete_records_come_again() -> None:
     feed = Feed()
     sent = records(bytes(CHUNK), bytes(CHUNK), bytes(CHUNK))
     feed.feed(sent[1], 0, 5)
     feed.feed(sent[2])
     assert feed.receiver.make_ack(NOW_S).partials == ((1, 0b11111),)
-    feed.feed_bytes(sent[0], 0, bytes(sent[0].nbytes))
+    feed.spoil(sent[0])
     ack = feed.receiver.make_ack(NOW_S)
     assert (ack.tagged, ack.partials, ack.complete) == (True, (), 0b100)
 
@@ -271,7 +299,7 @@ def test_two_headers_that_contradict_each_other_are_a_forgery() -> None:
     forged = memoryview(bytes(SEGMENT))
     assert feed.receiver.on_fragments(DataHeader(STREAM, 0, 40, FRAGMENT, 3), forged, NOW_S)
     assert not feed.receiver.make_ack(NOW_S).tagged
-    feed.feed(record)
+    feed.feed(record, 0, 1)
     assert feed.receiver.make_ack(NOW_S).tagged
     feed.feed_tagged(record)
     assert feed.got == [(0, bytes(5_000))]
@@ -279,17 +307,20 @@ def test_two_headers_that_contradict_each_other_are_a_forgery() -> None:
 
 def test_tags_are_needed_for_some_seconds_after_the_last_forgery() -> None:
     feed = Feed()
-    sent = records(b"first", b"second", b"third")
+    sent = records(*[bytes(5_000)] * 3)
     for record, at_s in ((sent[0], 0.0), (sent[1], TAGGED_S + 0.1)):
-        assert feed.feed_bytes(record, 0, bytes(record.nbytes), at_s)
+        feed.spoil(record, after_s=at_s)
         assert feed.receiver.make_ack(NOW_S + at_s).tagged
-        feed.feed_bytes(record, 0, record.wire, at_s + TAGGED_S - 0.1)
+        for first in (0, 2):
+            batch = record.wire[first * SEGMENT :][: 3 * SEGMENT]
+            feed.feed_bytes(record, first, batch, at_s + TAGGED_S - 0.1)
         assert feed.got == []
     end_s = 2 * TAGGED_S + 0.2
     assert not feed.receiver.make_ack(NOW_S + end_s).tagged
     for record in sent:
-        feed.feed_bytes(record, 0, record.wire, end_s)
-    assert [payload for _, payload in feed.got] == [b"first", b"second", b"third"]
+        for first in range(record.fragments):
+            feed.feed_bytes(record, first, record.wire[first * SEGMENT :][:SEGMENT], end_s)
+    assert len(feed.got) == 3
 
 
 @pytest.mark.parametrize("batch", [1, 2, 52])

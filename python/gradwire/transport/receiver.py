@@ -141,9 +141,8 @@ class Receiver:
             tags = self._keys.tags(header.record, header.first, datagrams)
         except AuthenticationError:  # a hostile member has skipped to an epoch without a key
             return []
-        pairs = zip(tags, run, strict=True)
-        are_true = [compare_digest(tag, each[-TAG_BYTES:]) for tag, each in pairs]
-        return datagrams if all(are_true) else datagrams[: are_true.index(False)]
+        are_true = map(compare_digest, tags, [each[-TAG_BYTES:] for each in run])
+        return datagrams[: [*are_true, False].index(False)]
 
     def on_fragments(self, header: DataHeader, batch: memoryview, now_s: float) -> bool:
         """Take neighbouring fragments of one record, headers included; return False if no valid record has them."""
@@ -166,7 +165,7 @@ class Receiver:
         # An ACK for less, of which nothing may be authentic, could be larger than a forgery.
         unproved_bytes = UNPROVED_BYTES + UNPROVED_PARTIAL_BYTES * len(self._partials)
         is_enough = self._unacknowledged_bytes >= unproved_bytes
-        if not is_tagged and now_s < self._tagged_until_s:
+        if not is_tagged and count < fragments and now_s < self._tagged_until_s:
             self._counters.unauthenticated_datagrams += count
         elif not self.cumulative <= record < self.limit or record in self._complete:
             self._counters.duplicate_fragments += count
@@ -188,15 +187,17 @@ class Receiver:
         _, record, fragments, fragment_bytes, first, _ = header
         shape = (fragments, fragment_bytes)
         partial = self._partials.get(record)
-        if partial is None:
-            partial = self._partials[record] = Partial(np.empty(shape, np.uint8))
+        if partial is None or count == fragments:  # a complete record stands for itself
+            partial = Partial(np.empty(shape, np.uint8))
         self._counters.duplicate_fragments += (partial.got >> first & (1 << count) - 1).bit_count()
         if partial.buffer.shape == shape:
             sealed = partial.add_fragments(first, count, batch)
             if sealed is None:
+                self._partials[record] = partial
                 return False
-            if self._open(record, sealed, header.associated):
-                return True
+            is_authentic = self._open(record, sealed, header.associated)
+            if is_authentic or count == fragments:
+                return is_authentic
         # A fragment is forged, or one of two headers that differ: everything incomplete comes again, with tags.
         self._partials.clear()
         self._tagged_until_s = self.last_arrival_s + TAGGED_S
@@ -212,7 +213,7 @@ class Receiver:
         except AuthenticationError:
             self._counters.rejected_records += 1
             return False
-        del self._partials[record]
+        self._partials.pop(record, None)
         self._complete[record] = plain.toreadonly()
         self._advance()
         return True

@@ -278,5 +278,4 @@ def run_length(data: memoryview, position: int, segment_bytes: int, first: int, 
     if is_record and indices == _FRAGMENT_INDICES[first : first + most]:
         return most
     headers = enumerate(zip(kinds, indices, numbers, strict=True))
-    kind, number = kinds[0], numbers[0]
-    return next(count for count, each in headers if each != (kind, first + count, number))
+    return next(n for n, each in headers if each != (kinds[0], first + n, numbers[0]))
