@@ -348,8 +348,11 @@ def test_tags_end_some_seconds_after_the_attack() -> None:
     forger = Forger(12, "before", 1.0, 1_200)
     kinds: Counter[int] = Counter()
     watch = forger._watch
+    sent_bytes = forger.one.endpoint.stats().udp_bytes_sent
 
     def count(number: int, datagram: bytes) -> bool:
+        nonlocal sent_bytes
+        sent_bytes += len(datagram)
         kinds[datagram[0]] += 1
         return watch(number, datagram)
 
@@ -363,6 +366,7 @@ def test_tags_end_some_seconds_after_the_attack() -> None:
     forger.elapsed_s(1)
     assert kinds[DATA] > 800
     assert not kinds[TAGGED]
+    assert forger.one.endpoint.stats().udp_bytes_sent == sent_bytes
 
 
 def test_forgeries_to_one_peer_cost_the_others_no_tags() -> None:

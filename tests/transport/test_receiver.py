@@ -17,6 +17,7 @@ from gradwire.transport.wire import (
     DATA,
     HEADER,
     RECORD_META,
+    TAG_BYTES,
     TAGGED,
     DataHeader,
     Key,
@@ -259,6 +260,29 @@ def test_after_a_forged_fragment_only_fragments_with_tags_count(where: int) -> N
     feed.feed_tagged(record, 40)
     assert feed.got == [(0, bytes(CHUNK))]
     assert feed.receiver._counters.rejected_records == 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_any_fragments_of_a_record_get_tags(seed: int) -> None:
+    generator = random.Random(seed)
+    feed = Feed()
+    record, other = records(bytes(generator.randrange(100, CHUNK)), bytes(CHUNK))
+    feed.spoil(other)
+    missing = record.full
+    sealer = Sealer(keys(), STREAM, SEGMENT)
+    while missing:
+        mask = missing & generator.getrandbits(64) or missing
+        missing ^= mask
+        sent = sealer.tagged(Transmit(("", 0), record.slices(mask), SEGMENT))
+        assert sent.segment_bytes == TAGGED_BYTES
+        data = memoryview(b"".join(sent.slices))
+        assert len(data) == record.bytes_of(mask) + TAG_BYTES * mask.bit_count()
+        for start in range(0, len(data), TAGGED_BYTES):
+            datagram = data[start : start + TAGGED_BYTES]
+            header = DataHeader.decode(datagram, 0)
+            [part] = feed.receiver.authentic(header, datagram, len(datagram))
+            assert feed.receiver.on_fragments(header, part, NOW_S)
+    assert [len(payload) for _, payload in feed.got] == [record.nbytes - 16 * record.fragments - 40]
 
 
 def test_a_record_that_comes_at_once_needs_no_tags() -> None:

@@ -116,6 +116,7 @@ def test_one_system_call_can_send_a_full_record(datagram_bytes: int) -> None:
     fragments = wire.fragments_per_record(datagram_bytes)
     assert 1 <= fragments <= wire.FRAGMENTS_MAX
     assert fragments * datagram_bytes <= wire.RECORD_BYTES_MAX
+    assert fragments * (datagram_bytes + wire.TAG_BYTES) <= 65_507
 
 
 @given(LONG, LONG, WORD, st.text("0123456789.:", max_size=ADVERTISED_BYTES_MAX))
