@@ -51,3 +51,12 @@ def spark(session: Any) -> Any:
     if MASTER == "connect":
         pytest.skip("Spark Connect has no RDDs")
     return session.sparkContext
+
+
+@pytest.fixture(scope="session")
+def repeating(session: Any) -> Any:
+    """A session that repeats tasks, which local[4] does not."""
+    master = str(session.conf.get("spark.master", ""))
+    if master.startswith("local["):
+        pytest.skip("a local session repeats no tasks: GRADWIRE_SPARK=local-cluster[2,1,1024]")
+    return session

@@ -5,9 +5,11 @@ What goes to the workers is defined inside functions: Spark sends such functions
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -203,6 +205,29 @@ def test_only_one_worker_of_a_machine_counts_the_machine_s_bytes(rows: Any) -> N
     history = make_estimator(training=training, collect_stats=True, epochs=1).fit(rows).history
     assert (history.encode_s > 0.0).all(), "all workers wait for their machine's leader"
     assert sorted(history.sent_bytes > 0) == [False, True]
+
+
+def test_fits_at_the_same_time_share_the_slots(rows: Any) -> None:
+    from pyspark.ml.evaluation import MulticlassClassificationEvaluator
+    from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
+
+    estimator = make_estimator()
+    grid = ParamGridBuilder().addGrid(estimator.epochs, [1, 2]).build()
+    evaluator = MulticlassClassificationEvaluator(metricName="accuracy")
+    tuned = CrossValidator(
+        estimator=estimator, estimatorParamMaps=grid, evaluator=evaluator, numFolds=2, parallelism=2
+    ).fit(rows)
+    assert min(tuned.avgMetrics) > 0.9
+
+
+def test_names_of_columns_may_have_dots_and_quotes(rows: Any) -> None:
+    data = rows.selectExpr("features `my.features`", "label `the ``label``.`", "1 `x.y`")
+    estimator = make_estimator(
+        features_col="my.features", label_col="the `label`.", prediction_col="pre.diction", epochs=1
+    )
+    predicted = estimator.fit(data).transform(data)
+    assert predicted.columns == ["my.features", "the `label`.", "x.y", "pre.diction"]
+    assert predicted.count() == 300
 
 
 def test_it_works_in_a_pipeline_and_in_cross_validation(rows: Any) -> None:
@@ -558,6 +583,7 @@ def test_whole_labels_are_numbers_where_there_are_no_classes(rows: Any) -> None:
     [
         ("slice(x, 1, 3)", "not [34] values, as in the first row, in"),
         ("cast(null as array<float>)", "null in None"),
+        ("cast(array() as array<float>)", r"no values in \[\]"),
         ("transform(x, (value, i) -> if(i = 2, null, value))", "null in"),
         ("transform(x, (value, i) -> if(i = 2, float('nan'), value))", "NaN or infinity in"),
     ],
@@ -592,6 +618,7 @@ def test_wrong_columns_and_options_are_refused_before_anything_is_started(rows: 
         ({"features_col": "label"}, TypeError, "column 'label', for features, has type int"),
         ({"label_col": "missing"}, ValueError, "there is no column 'missing' for label"),
         ({"features_col": ["features"]}, TypeError, "must be a number"),
+        ({"features_col": "nested"}, TypeError, r"or a vector \(flatten\(...\) makes one of it"),
         ({"validation_indicator_col": "label"}, TypeError, "it must be boolean"),
         ({"patience": 2}, ValueError, "patience needs validation_indicator_col"),
         ({"num_workers": 0}, ValueError, "num_workers is 0"),
@@ -609,7 +636,7 @@ def test_wrong_columns_and_options_are_refused_before_anything_is_started(rows: 
         ),
     ):
         with pytest.raises(error, match=text):
-            make_estimator(**options).fit(rows)
+            make_estimator(**options).fit(rows.selectExpr("*", "array(features) nested"))
     with pytest.raises(TypeError, match="unknown options"):
         make_estimator(worker=3)
 
@@ -622,14 +649,34 @@ def test_every_option_of_the_estimator_is_declared_and_has_a_default() -> None:
         assert f"\n        {name}: " in TorchEstimator.__doc__
 
 
-def test_a_cancelled_training_ends_at_once_and_leaves_the_slots(session: Any, rows: Any) -> None:
-    begun = threading.Event()
-    estimator = make_estimator(epochs=100_000)
-    errors: list[Exception] = []
+def sockets() -> int:
+    """Return the number of this process's UDP sockets."""
+    inodes = {
+        line.split()[9]
+        for name in ("udp", "udp6")
+        for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]
+    }
+    links = []
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            links.append(os.readlink(path))
+    return sum(link in links for link in {f"socket:[{inode}]" for inode in inodes})
 
-    class Heard(logging.Handler):
-        def emit(self, _record: logging.LogRecord) -> None:
-            begun.set()
+
+@pytest.mark.parametrize("how", ["interruptAll", "cancelAllJobs"])
+@pytest.mark.parametrize(
+    "training", [None, ParameterAveraging(via="spark")], ids=["shared", "via spark"]
+)
+def test_a_cancelled_training_ends_with_one_line_and_leaves_nothing(
+    session: Any, rows: Any, caplog: pytest.LogCaptureFixture, training: Any, how: str
+) -> None:
+    if how == "cancelAllJobs" and not hasattr(session, "_jsc"):
+        pytest.skip("Spark Connect has no context")
+    cancel = getattr(session if how == "interruptAll" else session.sparkContext, how)
+    caplog.set_level(logging.INFO, "gradwire.spark")
+    estimator = make_estimator(epochs=100_000, training=training)
+    errors: list[Exception] = []
+    sockets_before = sockets()
 
     def fit() -> None:
         try:
@@ -637,18 +684,55 @@ def test_a_cancelled_training_ends_at_once_and_leaves_the_slots(session: Any, ro
         except Exception as error:
             errors.append(error)
 
-    logger = logging.getLogger("gradwire.spark")
-    handler = Heard()
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        thread = threading.Thread(target=fit)
-        thread.start()
-        assert begun.wait(120.0)
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(logging.NOTSET)
-    session.interruptAll()
-    thread.join(60.0)
-    assert len(errors) == 1
-    assert accuracy(make_estimator().fit(rows), rows) > 0.9
+    thread = threading.Thread(target=fit)
+    thread.start()
+    wait_until(lambda: "epoch 0: " in caplog.text)
+    caplog.clear()
+    end_s = time.monotonic() + 60.0
+    while (
+        thread.is_alive() and time.monotonic() < end_s
+    ):  # between two jobs there is none to cancel
+        cancel()
+        thread.join(1.0)
+    [error] = errors
+    assert isinstance(error, gw.GradwireError)
+    assert str(error).startswith("Spark's job was cancelled: ")
+    assert str(error).count("\n") == 0
+    assert "attempt" not in caplog.text, "nothing begins again"
+    assert not [one.name for one in threading.enumerate() if one.name.startswith("gradwire")]
+    assert sockets() == sockets_before
+    assert accuracy(make_estimator().fit(rows), rows) > 0.9, "the slots are free"
+
+
+def wait_until(is_true: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 120.0
+    while not is_true():
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
+
+
+@pytest.mark.usefixtures("repeating")
+def test_a_model_predicts_though_an_executor_dies(rows: Any, tmp_path: Path) -> None:
+    fitted = make_estimator(epochs=1).fit(rows)
+    flag = str(tmp_path / "died")
+
+    def model() -> Any:
+        import signal
+
+        import torch
+
+        if not os.path.exists(flag):
+            open(flag, "w").close()
+            daemon = os.getppid()
+            stat = Path(f"/proc/{daemon}/stat").read_text()
+            os.kill(int(stat.rpartition(") ")[2].split()[1]), signal.SIGKILL)
+        return torch.nn.Linear(4, 3)
+
+    def predictions() -> list[float]:
+        data = fitted.transform(rows).orderBy("features")
+        return [row.prediction for row in data.collect()]
+
+    expected = predictions()
+    fitted.set(fitted.model, model)
+    assert predictions() == expected
+    assert Path(flag).exists()

@@ -252,6 +252,9 @@ def test_spark_s_error_becomes_one_line_with_the_worker_s_own() -> None:
     text, trace = task_failure(RuntimeError(JAVA_TEXT))
     assert text == "a worker failed: gradwire.errors.PeerLost: worker 1 on 10.1.1.7 is gone"
     assert trace.splitlines()[1:3] == ['  File "worker.py", line 3, in main', "    process()"]
+    longer = JAVA_TEXT.replace("is gone\n", "is gone:\nnobody\nhas seen it\nSQLSTATE: 38000\n")
+    text, _ = task_failure(RuntimeError(longer))
+    assert text.endswith("PeerLost: worker 1 on 10.1.1.7 is gone: nobody has seen it")
     crashed = (
         "job aborted\nbarrier task failed: Python worker exited unexpectedly (crashed): x\n\tat a"
     )
@@ -268,3 +271,16 @@ def test_a_python_without_gradwire_is_told_with_the_way_out() -> None:
     assert "set PYSPARK_PYTHON" in text
     assert sys.executable in text
     assert "\n" not in text
+
+
+def test_a_cancelled_job_is_told_without_a_worker() -> None:
+    java = """An error occurred while calling o284.getResult.
+: org.apache.spark.SparkException: Exception thrown in awaitResult:
+\tat org.apache.spark.util.ThreadUtils$.awaitResult(ThreadUtils.scala:359)
+Caused by: org.apache.spark.SparkException: [SPARK_JOB_CANCELLED] Job 8 cancelled as part of cancellation of all jobs
+\tat org.apache.spark.errors.SparkCoreErrors$.sparkJobCancelled(SparkCoreErrors.scala:213)
+"""
+    reason = (
+        "SparkException: [SPARK_JOB_CANCELLED] Job 8 cancelled as part of cancellation of all jobs"
+    )
+    assert task_failure(RuntimeError(java)) == (f"Spark's job was cancelled: {reason}", "")

@@ -112,16 +112,6 @@ def kill_at(folder: Any, numbers: tuple[int, ...], *, shuffles: bool = False) ->
     return make
 
 
-@pytest.fixture(scope="module")
-def repeating(session: Any) -> Any:
-    """A session that repeats tasks, which local[4] does not."""
-    if session.conf.get("spark.master", "").endswith("]") and "cluster" not in str(
-        session.conf.get("spark.master", "")
-    ):
-        pytest.skip("a local session repeats no tasks: GRADWIRE_SPARK=local-cluster[2,1,1024]")
-    return session
-
-
 @pytest.mark.parametrize("feeds", [1, 2])
 def test_every_batch_arrives_once_though_a_python_worker_is_killed_three_times(
     repeating: Any, tmp_path: Any, feeds: int

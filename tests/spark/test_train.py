@@ -236,3 +236,12 @@ def test_states_of_other_parameters_are_refused_with_the_way_out() -> None:
     replicas[1].model[0].bias.requires_grad_(False)
     with pytest.raises(ValueError, match=r"average_optimizer=False\) averages the parameters"):
         average(training, replicas)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("model", "Module"), ("optimizer", "Optimizer")])
+def test_a_function_that_returns_something_else_is_named(name: str, kind: str) -> None:
+    """As one without its last line does."""
+    job = replace(job_of(ParameterAveraging()), **{name: lambda *_: None})
+    text = rf"{name}\(...\) has returned None, must return a torch {kind}"
+    with pytest.raises(TypeError, match=text):
+        ModelReplica(job)

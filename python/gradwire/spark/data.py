@@ -64,7 +64,7 @@ def column_for(role: str, data: DataFrame, name: str | list[str]) -> Column:
             f"there is no column {name!r} for {role}; the columns are {', '.join(data.columns)}"
         ) from None
     text = kind.simpleString()
-    column = F.col(name)
+    column = F.col("`" + name.replace("`", "``") + "`")  # a dot would be one of a field
     if "Vector" in type(kind).__name__:
         content = "a vector"
         column = vector_to_array(column, "float32")
@@ -81,6 +81,8 @@ def column_for(role: str, data: DataFrame, name: str | list[str]) -> Column:
     allowed = _ALLOWED.get(role, ("a number", "boolean"))
     if content not in allowed:
         way = " (StringIndexer gives each string a number)" if text == "string" else ""
+        if text.startswith("array<array<"):
+            way = " (flatten(...) makes one of it, which the model can reshape)"
         raise TypeError(
             f"column {name!r}, for {role}, has type {text}; it must be {' or '.join(allowed)}{way}"
         )
@@ -201,7 +203,8 @@ class Checked:
     """NumPy arrays of Arrow columns, whose rows all have one shape and finite numbers.
 
     Raises:
-        ValueError: a row has another shape than the first one, a null, NaN or infinity; the error names row and column.
+        ValueError: a row has no values, another shape than the first one, a null, NaN or infinity; the error names the
+            row and the column.
     """
 
     def __init__(self, place: str) -> None:
@@ -227,6 +230,7 @@ class Checked:
             values = column.flatten()
             lengths = pc.list_value_length(column).to_numpy(False)
             shape.append(self._widths.setdefault(str(name), int(lengths[0])) if shape[0] else 0)
+            check(lengths == 0, "no values")
             check(lengths != shape[1], f"not {shape[1]} values, as in the first row,")
             check(values.is_null().to_numpy(False).reshape(shape).any(axis=1), "null")
         array = np.asarray(values.to_numpy(zero_copy_only=False)).reshape(shape)

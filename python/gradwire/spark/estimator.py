@@ -31,12 +31,13 @@ from .persistence import Stored
 from .progress import Progress, report_epoch
 from .session import (
     Parcel,
+    WorkerTraceback,
     cancel,
     check_slots,
     gpus_of_executor,
     result_bytes_max,
     tagged,
-    task_failure,
+    told_in_one_line,
 )
 from .strategies import ParameterAveraging, SharedTraining
 from .train import OUTPUT, TrainingJob, device_of, rank_of_task, train
@@ -216,26 +217,21 @@ class TorchEstimator(Estimator["TorchModel"], Stored):
         job = self._job(spark)
         rows = self._rows(dataset)
         through_spark = isinstance(job.training, ParameterAveraging) and job.training.via == "spark"
-        if not through_spark:
-            check_slots(spark, workers)
-        if (
-            self.getOrDefault("shuffle") == "auto"
-            and _are_spread(dataset, rows, workers)
-            and (through_spark or _may_begin_barrier(rows))
-        ):
-            job = replace(job, is_shuffled=False)
-        if through_spark:
-            try:
+        with told_in_one_line():
+            if not through_spark:
+                check_slots(spark, workers)
+            if (
+                self.getOrDefault("shuffle") == "auto"
+                and _are_spread(dataset, rows, workers)
+                and (through_spark or _may_begin_barrier(rows))
+            ):
+                job = replace(job, is_shuffled=False)
+            if through_spark:
                 with tagged(spark, f"{self.uid}-{secrets.token_hex(4)}"):
                     dealt = self._dealt(rows) if job.is_shuffled else rows
                     history, state = rounds.fit(job, dealt, workers, report_epoch)
-            except Exception as error:
-                text, trace = task_failure(error)
-                if not text:
-                    raise
-                raise GradwireError(text) from (WorkerTraceback(trace) if trace else None)
-        else:
-            history, state = self._run(spark, job, rows)
+            else:
+                history, state = self._run(spark, job, rows)
         model = TorchModel()
         model._set(**{name: self.getOrDefault(name) for name in _BOTH})
         model.state = state
@@ -350,20 +346,14 @@ class TorchEstimator(Estimator["TorchModel"], Stored):
                 except Exception as error:
                     if progress.may_repeat():
                         continue
-                    if isinstance(error, GradwireError):
+                    if progress.failure is None or isinstance(error, GradwireError):
                         raise
-                    text, trace = progress.failure or task_failure(error)
-                    if not text:
-                        raise
+                    text, trace = progress.failure
                     _LOG.debug("Spark's error", exc_info=error)
                     raise GradwireError(text) from (WorkerTraceback(trace) if trace else None)
             history = json.loads(results["history"])
             progress.report(history)  # what was not reported before
             return history, results["model"]
-
-
-class WorkerTraceback(Exception):
-    """The cause of the driver's error: its text is the traceback of the worker."""
 
 
 def _results(rows: DataFrame, job: TrainingJob) -> dict[str, bytes]:
@@ -502,7 +492,6 @@ class TorchModel(Model, Stored):
         )
         from pyspark.ml.functions import array_to_vector
 
-        names = dataset.columns
         outputs = predict(data.column_for(data.FEATURES, dataset, values["features_col"]))
         predicted = dataset.withColumn("gradwire_outputs", outputs)
         outputs = F.col("gradwire_outputs")
@@ -513,8 +502,7 @@ class TorchModel(Model, Stored):
         ):
             if values[name]:
                 predicted = predicted.withColumn(values[name], column)
-                names = [*names, values[name]]
-        return predicted.select(*dict.fromkeys(names))
+        return predicted.drop("gradwire_outputs")
 
 
 for _kind, _options in ((TorchEstimator, _ESTIMATOR), (TorchModel, _BOTH)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import shutil
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
 from ..clock import now_s
+from ..errors import GradwireError
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Parcel",
+    "WorkerTraceback",
     "cancel",
     "check_slots",
     "driver_address",
@@ -31,9 +34,13 @@ __all__ = [
     "result_bytes_max",
     "tagged",
     "task_failure",
+    "told_in_one_line",
 ]
 
 _NO_GRADWIRE: Final = "No module named 'gradwire'"
+_CANCELLED: Final = re.compile("SPARK_JOB_CANCELLED|OPERATION_CANCELED|SparkContext was shut down")
+_JAVA: Final = re.compile(r"^(?:Caused by)?: (?:[\w$]+\.)*(.+)$", re.MULTILINE)
+_LINE_MAX: Final = 2_000
 _SLOTS_S: Final = 45.0  # for executors to register
 _SMALL_BYTES: Final = 1 << 20  # go with the tasks
 _BROADCAST_BYTES: Final = 16 << 20
@@ -44,8 +51,13 @@ def is_connect(spark: SparkSession) -> bool:
     return type(spark).__module__.startswith("pyspark.sql.connect")
 
 
-def check_slots(spark: SparkSession, workers: int) -> None:
+def check_slots(spark: SparkSession, workers: int, name: str = "num_workers") -> None:
     """Raise if the cluster cannot run all workers at the same time; Spark itself would say so after ten minutes.
+
+    Args:
+        spark: the session.
+        workers: number of workers.
+        name: of that number, for the error.
 
     Raises:
         ValueError: dynamic allocation is on, or there are too few slots.
@@ -60,8 +72,8 @@ def check_slots(spark: SparkSession, workers: int) -> None:
     while (slots := _slots(spark, workers)) < workers:
         if now_s() >= end_s:
             raise ValueError(
-                f"num_workers is {workers}, and the cluster has {slots or 'too few'} slots for tasks: use fewer "
-                "workers, or more executors or cores (spark.executor.instances, spark.executor.cores), or a smaller "
+                f"{name} is {workers}, and the cluster has {slots or 'too few'} slots for tasks: use fewer "
+                "of them, or more executors or cores (spark.executor.instances, spark.executor.cores), or a smaller "
                 "spark.task.cpus"
             )
         threading.Event().wait(0.5)  # executors may be on their way
@@ -172,13 +184,37 @@ def driver_address(spark: SparkSession, node: Node) -> str:
     return f"{host}:{node.address.rpartition(':')[2]}"
 
 
+class WorkerTraceback(Exception):
+    """The cause of the driver's error: its text is the traceback of the worker."""
+
+
+@contextlib.contextmanager
+def told_in_one_line() -> Iterator[None]:
+    """Raise what ended a job of Spark in one line, where Spark has hundreds; its cause is the task's traceback.
+
+    Raises:
+        GradwireError: a task of gradwire failed for good, or the job was cancelled.
+    """
+    try:
+        yield
+    except GradwireError:
+        raise
+    except Exception as error:
+        text, trace = task_failure(error)
+        if not text:
+            raise
+        raise GradwireError(text) from (WorkerTraceback(trace) if trace else None)
+
+
 def task_failure(error: Exception) -> tuple[str, str]:
     """Return why a worker's task failed for good, in one line, and its traceback; "" for an error of other tasks."""
     text = str(error)
+    if _CANCELLED.search(text):
+        return f"Spark's job was cancelled: {_reason(text)}", ""
     if _NO_GRADWIRE not in text and "barrier" not in text and "gradwire/spark" not in text:
         return "", ""
     text, trace = _failure(error)
-    return f"a worker failed: {text}", trace
+    return f"{'a worker' if trace or 'crashed' in text else 'the job'} failed: {text}", trace
 
 
 def failure_of(error: Exception) -> str:
@@ -198,7 +234,18 @@ def _failure(error: Exception) -> tuple[str, str]:
     # The task's own error, in Python's form, is in the middle of several stack traces of Spark.
     _, start, rest = text.rpartition("Traceback (most recent call last):")
     lines = rest.split("\n\tat ")[0].strip("\n").rstrip().splitlines() if start else []
-    if lines:
-        return lines[-1].strip(), "\n".join([start, *lines])
-    reasons = [line for line in text.splitlines() if "crashed" in line or "Lost" in line]
-    return (reasons or text.splitlines() or [repr(error)])[0].strip(), ""
+    # The frames are indented; what follows them is the error.
+    last = [line.strip() for line in itertools.dropwhile(lambda line: line.startswith(" "), lines)]
+    if last:
+        said = " ".join(line for line in last if line and not line.startswith("SQLSTATE"))
+        return said[:_LINE_MAX], "\n".join([start, *lines])
+    return _reason(text) or repr(error), ""
+
+
+def _reason(text: str) -> str:
+    """Return the line of Spark's error that says most."""
+    lines = text.splitlines()
+    reasons = [line for line in lines if "crashed" in line or "Lost" in line]
+    # Java's first line says only what was called, its last exception is the first cause.
+    reasons = reasons or _JAVA.findall(text)[-1:] or lines
+    return reasons[0].strip() if reasons else ""

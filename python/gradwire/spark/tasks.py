@@ -10,6 +10,7 @@ from gradwire.errors import TransportError
 from gradwire.transport import Node, generate_secret, parse_secret
 
 from .placement import host_of, where_to_bind
+from .session import check_slots, told_in_one_line
 
 if TYPE_CHECKING:
     from pyspark import RDD, BarrierTaskContext
@@ -51,8 +52,8 @@ def run(
 
     Raises:
         TypeError: ``data`` is no RDD.
-        ValueError: the secret is weak or malformed.
-        py4j.protocol.Py4JJavaError: a task failed (the error has its traceback), or there were too few slots.
+        ValueError: the secret is weak or malformed, there are too few slots, or dynamic allocation is on.
+        GradwireError: a task failed; the error's cause is its traceback.
 
     Example:
         >>> def train(node, rows):  # doctest: +SKIP
@@ -69,8 +70,10 @@ def run(
             "call gradwire.spark.node in df.mapInPandas(..., barrier=True)"
         )
     from pyspark.serializers import CPickleSerializer
+    from pyspark.sql import SparkSession
 
     key = parse_secret(generate_secret() if secret is None else secret)
+    check_slots(SparkSession(data.context), data.getNumPartitions(), "the number of partitions")
 
     def task(rows: Iterable[Any]) -> Iterator[tuple[tuple[int, int], bytes]]:
         with node(secret=key, **options) as connected:
@@ -82,8 +85,9 @@ def run(
     # come to the driver in parts: together they may be larger than spark.driver.maxResultSize.
     trained = data.barrier().mapPartitions(task)
     results: dict[int, list[bytes]] = {}
-    for (rank, _), piece in sorted(trained.partitionBy(_PARTS, sum).toLocalIterator()):
-        results.setdefault(rank, []).append(piece)
+    with told_in_one_line():
+        for (rank, _), piece in sorted(trained.partitionBy(_PARTS, sum).toLocalIterator()):
+            results.setdefault(rank, []).append(piece)
     return [CPickleSerializer().loads(b"".join(pieces)) for pieces in results.values()]
 
 

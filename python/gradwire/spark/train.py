@@ -121,6 +121,10 @@ class LateWorkers(TimeoutError):
     """A worker did not come where all meet."""
 
 
+class StageEnded(Closed):
+    """Spark has ended the stage: another worker's process died, or the job was cancelled."""
+
+
 def device_of(name: str) -> torch.device:
     """Return a task's device: "auto" is the GPU that Spark gave to the task, or else the CPU."""
     from pyspark import TaskContext
@@ -145,6 +149,15 @@ def rank_of_task() -> int:
     return int(context.partitionId())
 
 
+def _made(name: str, value: Any, kind: type) -> Any:
+    """Return what a function of the user's has made, if it is of the right kind."""
+    if not isinstance(value, kind):
+        raise TypeError(
+            f"{name}(...) has returned {value!r:.100}, must return a torch {kind.__name__}"
+        )
+    return value
+
+
 class ModelReplica:
     """A copy of the model with its optimiser and its loss."""
 
@@ -152,8 +165,9 @@ class ModelReplica:
         self.job = job
         self.device = device_of(job.device)
         torch.manual_seed(job.seed)
-        self.model = job.model().to(self.device)
-        self.optimizer = job.optimizer(self.model.parameters())
+        self.model = _made("model", job.model(), torch.nn.Module).to(self.device)
+        made = job.optimizer(self.model.parameters())
+        self.optimizer = _made("optimizer", made, torch.optim.Optimizer)
         self.loss = job.loss()
 
     def compute_gradients(self, rows: Spill, order: Iterator[Any], times: Times) -> None:
@@ -204,7 +218,7 @@ class ModelReplica:
                 outputs = outputs.squeeze(-1)  # or else (n, 1) - (n,) would become (n, n)
             if outputs.shape == labels.shape and not labels.is_floating_point():
                 labels = labels.to(outputs.dtype)  # numbers, not classes
-            values = self.loss(outputs, labels)
+            values = _made("loss", self.loss(outputs, labels), torch.Tensor)
         except Exception as error:
             batch = [f"{name} {rows[name].dtype} {tuple(rows[name].shape)}" for name in rows]
             raise GradwireError(
@@ -241,6 +255,7 @@ def gather(context: Any, timeout_s: float, value: Any = None, **error: bool) -> 
     Raises:
         Stopped: a worker failed.
         LateWorkers: a worker did not come in time.
+        StageEnded: Spark has ended the stage meanwhile.
     """
     texts: list[str] = []
 
@@ -251,6 +266,8 @@ def gather(context: Any, timeout_s: float, value: Any = None, **error: bool) -> 
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
     thread.join(timeout_s)
+    if not texts and not thread.is_alive():
+        raise StageEnded("Spark has ended the stage")
     if not texts:
         raise LateWorkers(f"not all workers came within {timeout_s:g} s")
     answers = [json.loads(text) for text in texts]
@@ -748,6 +765,8 @@ def train(job: TrainingJob, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Re
         except Stopped as stopped:
             if not stopped.is_final:
                 raise PeerLost("another worker failed") from None
+        except StageEnded:
+            raise  # Spark knows why
         except Exception as error:
             text = f"{one_line(error)} (on {hosts_of(context)[rank]})"
             trace = "".join(traceback.format_exception(error))[-8000:]
@@ -764,7 +783,7 @@ def train(job: TrainingJob, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Re
             except Stopped as stopped:
                 if not stopped.is_final:
                     raise error from None
-            except TimeoutError:
+            except (TimeoutError, StageEnded):
                 raise error from None
             if is_final:
                 results = [("error", f"{text}\n{trace}".encode())]
