@@ -284,3 +284,22 @@ Caused by: org.apache.spark.SparkException: [SPARK_JOB_CANCELLED] Job 8 cancelle
         "SparkException: [SPARK_JOB_CANCELLED] Job 8 cancelled as part of cancellation of all jobs"
     )
     assert task_failure(RuntimeError(java)) == (f"Spark's job was cancelled: {reason}", "")
+
+
+def test_an_error_in_java_alone_is_told_in_one_line() -> None:
+    java = """An error occurred while calling o186.collectToPython.
+: org.apache.spark.SparkException: Job aborted due to stage failure: java.io.IOException: {}
+\tat java.base/java.lang.ProcessBuilder.start(ProcessBuilder.java:1143)
+Caused by: java.io.IOException: {}
+\tat java.base/java.lang.ProcessImpl.forkAndExec(Native Method)
+"""
+    full = java.format(*["No space left on device"] * 2)
+    assert task_failure(RuntimeError(full)) == (
+        "the job failed: IOException: No space left on device",
+        "",
+    )
+    absent = java.format('Cannot run program "/nowhere/python": error=2', "error=2")
+    text, _ = task_failure(RuntimeError(absent))
+    assert text.startswith(
+        'the job failed: Cannot run program "/nowhere/python": set PYSPARK_PYTHON'
+    )

@@ -38,6 +38,8 @@ __all__ = [
 ]
 
 _NO_GRADWIRE: Final = "No module named 'gradwire'"
+_NO_PROGRAM: Final = re.compile('Cannot run program "[^"]*"')
+_IN_JAVA: Final = "\n\tat "
 _CANCELLED: Final = re.compile("SPARK_JOB_CANCELLED|OPERATION_CANCELED|SparkContext was shut down")
 _JAVA: Final = re.compile(r"^(?:Caused by)?: (?:[\w$]+\.)*(.+)$", re.MULTILINE)
 _LINE_MAX: Final = 2_000
@@ -111,7 +113,8 @@ def tagged(spark: SparkSession, tag: str) -> Iterator[None]:
             cancel(spark, tag)
         raise
     finally:
-        getattr(place, f"remove{kind}Tag")(tag)
+        with contextlib.suppress(Exception):  # the session may have been stopped
+            getattr(place, f"remove{kind}Tag")(tag)
 
 
 def cancel(spark: SparkSession, tag: str) -> None:
@@ -193,7 +196,7 @@ def told_in_one_line() -> Iterator[None]:
     """Raise what ended a job of Spark in one line, where Spark has hundreds; its cause is the task's traceback.
 
     Raises:
-        GradwireError: a task of gradwire failed for good, or the job was cancelled.
+        GradwireError: the job failed, or was cancelled.
     """
     try:
         yield
@@ -207,11 +210,11 @@ def told_in_one_line() -> Iterator[None]:
 
 
 def task_failure(error: Exception) -> tuple[str, str]:
-    """Return why a worker's task failed for good, in one line, and its traceback; "" for an error of other tasks."""
+    """Return why a job failed, in one line, and the task's traceback; "" for an error that Spark tells shortly."""
     text = str(error)
     if _CANCELLED.search(text):
         return f"Spark's job was cancelled: {_reason(text)}", ""
-    if _NO_GRADWIRE not in text and "barrier" not in text and "gradwire/spark" not in text:
+    if not any(part in text for part in (_NO_GRADWIRE, _IN_JAVA, "barrier", "gradwire/spark")):
         return "", ""
     text, trace = _failure(error)
     return f"{'a worker' if trace or 'crashed' in text else 'the job'} failed: {text}", trace
@@ -226,14 +229,16 @@ def failure_of(error: Exception) -> str:
 def _failure(error: Exception) -> tuple[str, str]:
     """Return a task's error in one line, and its traceback if it has one."""
     text = str(error)
-    if _NO_GRADWIRE in text:
+    program = _NO_PROGRAM.search(text)
+    if program or _NO_GRADWIRE in text:
+        reason = program[0] if program else "the Python of Spark's executors has no gradwire"
         return (
-            "the Python of Spark's executors has no gradwire: set PYSPARK_PYTHON to the interpreter of the environment "
-            f"in which gradwire is installed, before the session begins (this process runs {sys.executable})"
+            f"{reason}: set PYSPARK_PYTHON to the interpreter of the environment in which gradwire is installed, "
+            f"before the session begins (this process runs {sys.executable})"
         ), ""
     # The task's own error, in Python's form, is in the middle of several stack traces of Spark.
     _, start, rest = text.rpartition("Traceback (most recent call last):")
-    lines = rest.split("\n\tat ")[0].strip("\n").rstrip().splitlines() if start else []
+    lines = rest.split(_IN_JAVA)[0].strip("\n").rstrip().splitlines() if start else []
     # The frames are indented; what follows them is the error.
     last = [line.strip() for line in itertools.dropwhile(lambda line: line.startswith(" "), lines)]
     if last:
