@@ -551,6 +551,25 @@ def test_what_a_worker_raises_reaches_the_driver_at_once(rows: Any) -> None:
         make_estimator(loss=failing_loss()).fit(rows)
 
 
+@pytest.mark.usefixtures("repeating")
+def test_a_training_that_fails_leaves_the_executors(rows: Any) -> None:
+    """Spark ends the executors of tasks that wait for each other if their job is cancelled."""
+
+    def executors() -> set[str]:
+        context = rows.sparkSession.sparkContext._jsc.sc()
+        status = context.getExecutorMemoryStatus()
+        names = status.keys().toSeq()
+        return {names.apply(index) for index in range(names.size())}
+
+    before = executors()
+    for _ in range(2):
+        with pytest.raises(gw.GradwireError, match="the disk of worker 1 is full"):
+            make_estimator(loss=failing_loss()).fit(rows)
+    time.sleep(3.0)  # for Spark to notice
+    assert executors() == before
+    assert accuracy(make_estimator().fit(rows), rows) > 0.9
+
+
 def test_a_loss_that_is_not_finite_ends_training(rows: Any) -> None:
     def loss() -> Any:
         return lambda outputs, labels: (outputs.mean() + labels.sum()) * float("nan")

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import NoneType
@@ -55,6 +56,8 @@ _LOG = logging.getLogger("gradwire.spark")
 _PART_BYTES = 1 << 20
 _PARTS_MIN = 4
 _PARTS_UNKNOWN = 256
+# In which Spark notices that an executor has ended with a cancelled job; another one is on its way then.
+_SETTLE_S = 2.0
 
 
 class ModelOptions(TypedDict, total=False):
@@ -345,6 +348,8 @@ class TorchEstimator(Estimator["TorchModel"], Stored):
                     break
                 except Exception as error:
                     if progress.may_repeat():
+                        time.sleep(_SETTLE_S)
+                        check_slots(spark, self.getOrDefault("num_workers"))
                         continue
                     if progress.failure is None or isinstance(error, GradwireError):
                         raise

@@ -10,11 +10,12 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
+from ..clock import now_s
 from ..errors import Closed
 from ..transport import Node, PeerJoined
 from .placement import host_of
 from .session import driver_address
-from .train import epoch_rows
+from .train import FAILURE_S, epoch_rows
 from .watch import WORKERS_MAX, silence_limits
 
 if TYPE_CHECKING:
@@ -28,6 +29,9 @@ _LOG = logging.getLogger("gradwire.spark")
 
 # The other workers wait for a silent one as long as the driver does. They know more about it, so they may speak first.
 _MARGIN_S: Final = 5.0
+# Workers that know of an error tell each other, and end. When a job is cancelled, Spark 4 ends every executor with a
+# task that waits for the others, so it is cancelled only if the workers have not ended after that.
+_END_S: Final = FAILURE_S + 1.0
 
 
 class Progress:
@@ -71,6 +75,7 @@ class Progress:
         self._waits: dict[int, int] = {}  # by worker: the waits for all others that it has begun
         self._hosts: dict[int, str] = {}
         self._last = "", ""
+        self._cancel_at_s = math.inf
         self._epochs: dict[int, dict[int, Any]] = {}
         self._reported = -1
         self._thread = threading.Thread(target=self._listen, name="gradwire-progress", daemon=True)
@@ -98,6 +103,9 @@ class Progress:
         with contextlib.suppress(Closed):
             while True:
                 messages = self._node.receive(0.5)
+                if now_s() >= self._cancel_at_s:
+                    self._cancel_at_s = math.inf
+                    self._cancel()
                 for event in self._node.events():
                     self._take_event(event)
                 for message in messages:
@@ -146,12 +154,12 @@ class Progress:
         if host and host not in text:
             text += f" (on {host})"
         if note["is_final"]:
-            self._end(text, note["trace"])
+            self._end(text, note["trace"], _END_S)
         else:
             late = self._late_workers() if note.get("is_late") else []
             if late:
                 text = f"{', '.join(late)} did not come within {self._timeout_s:g} s: {text}"
-            self._fail(text, note["trace"])
+            self._fail(text, note["trace"], _END_S)
 
     def _late_workers(self) -> list[str]:
         """Return the workers for which the others wait."""
@@ -163,13 +171,13 @@ class Progress:
         host = self._hosts.get(worker)
         return f"worker {worker} on {host}" if host else f"worker {worker}"
 
-    def _fail(self, text: str, trace: str) -> bool:
-        """Note that an attempt failed; return whether there is another one."""
+    def _fail(self, text: str, trace: str, delay_s: float = 0.0) -> bool:
+        """Note that an attempt failed; return whether there is another one. If not, end as `_end` does."""
         self._last = text, trace
         self._waits.clear()
         attempts = max(map(len, self._tasks.values()), default=1)
         if attempts > self._retries:
-            self._end(text, trace)
+            self._end(text, trace, delay_s)
             return False
         self._failed_task = max(map(max, self._tasks.values()), default=-1)
         _LOG.warning(
@@ -180,10 +188,11 @@ class Progress:
         )
         return True
 
-    def _end(self, text: str, trace: str) -> None:
+    def _end(self, text: str, trace: str, delay_s: float = 0.0) -> None:
+        """Let the training end with an error; cancel Spark's job if it has not ended after the delay."""
         if self.failure is None:
             self.failure = text, trace
-            self._cancel()
+            self._cancel_at_s = now_s() + delay_s
 
 
 def report_epoch(rows: list[dict[str, Any]]) -> None:
