@@ -151,7 +151,7 @@ class Progress:
             return
         text = f"worker {worker} failed: {note['text']}"
         host = self._hosts.get(worker)
-        if host and host not in text:
+        if host and "(on " not in text:
             text += f" (on {host})"
         if note["is_final"]:
             self._end(text, note["trace"], _END_S)
