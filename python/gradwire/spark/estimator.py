@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import secrets
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import NoneType
@@ -23,6 +22,7 @@ from pyspark.ml import Estimator, Model
 from pyspark.ml.param import Param, Params
 from pyspark.sql import functions as F  # noqa: N812
 
+from ..clock import sleep
 from ..errors import GradwireError
 from ..transport import Limits, generate_secret, parse_secret
 from . import data, rounds
@@ -56,7 +56,8 @@ _LOG = logging.getLogger("gradwire.spark")
 _PART_BYTES = 1 << 20
 _PARTS_MIN = 4
 _PARTS_UNKNOWN = 256
-# In which Spark notices that an executor has ended with a cancelled job; another one is on its way then.
+# In which Spark notices that executors have ended with a job. Another training, now or by the next fit, waits for those
+# that replace them; if it began with too few, Spark 4.3 would stop the whole session.
 _SETTLE_S = 2.0
 
 
@@ -346,12 +347,14 @@ class TorchEstimator(Estimator["TorchModel"], Stored):
                     with tagged(spark, tag):
                         results = _results(self._dealt(rows) if sent.is_shuffled else rows, sent)
                     break
+                except GradwireError:
+                    raise
                 except Exception as error:
+                    sleep(_SETTLE_S)
                     if progress.may_repeat():
-                        time.sleep(_SETTLE_S)
                         check_slots(spark, self.getOrDefault("num_workers"))
                         continue
-                    if progress.failure is None or isinstance(error, GradwireError):
+                    if progress.failure is None:
                         raise
                     text, trace = progress.failure
                     _LOG.debug("Spark's error", exc_info=error)
