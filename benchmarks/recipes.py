@@ -464,7 +464,7 @@ class Gradwire(LocalSteps):
         self.encoders = [gw.Encoder(self.numel, policy) for _ in range(self.nodes)]
         parts = self.partition or ()
         self.owners = [
-            gw.Encoder(part.numel, owners_policy(policy, part.partition)) for part in parts
+            gw.Encoder(part.numel, owners_policy(policy, part.partition.sizes)) for part in parts
         ]
         self.begins = [self._shared.clone() for _ in range(self.nodes)]
         if outer_momentum is None:

@@ -51,7 +51,7 @@ ALLOWED = {
     "shared_memory": set(),
     "hosted": {"errors", "shared_memory"},
     "coprocessor": CODEC | {"hosted", "shared_memory", "slices", "transport"},
-    "cost": {"transport"},
+    "cost": {"policy", "transport"},
     "calibration": CODEC | {"cost", "transport"},
     "transport": {"errors", "rendezvous", "transport"},
     "exchange": CODEC | {"agreement", "clock", "exchange", "shared_memory", "slices", "transport"},

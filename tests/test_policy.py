@@ -444,7 +444,7 @@ def test_owners_are_up_to_twice_as_dense_as_nodes_and_never_less(one: float, oth
     low, high = sorted((one, other))
     assert low <= owners_density(low) <= 2.0 * low
     assert owners_density(low) <= owners_density(high) <= max(high, 0.2)
-    owners = owners_policy(TargetDensity(high, 0.5, 1e-6), PARTITION)
+    owners = owners_policy(TargetDensity(high, 0.5, 1e-6), PARTITION.sizes)
     assert isinstance(owners, TargetDensity)
     assert (owners.initial, owners.minimum) == (0.5, 1e-6)
 
@@ -461,7 +461,7 @@ def test_owners_are_up_to_twice_as_dense_as_nodes_and_never_less(one: float, oth
 )
 def test_the_defaults_of_owners(numel: int, is_adaptive: bool, every: int, density: float) -> None:
     nodes = default_policy(numel, is_adaptive=is_adaptive, every=every)
-    owners = owners_policy(nodes, PARTITION)
+    owners = owners_policy(nodes, PARTITION.sizes)
     assert isinstance(owners, TargetDensity)
     assert owners.density == pytest.approx(density, rel=1e-3)
     encoder = gw.Encoder(4, owners)
@@ -474,8 +474,8 @@ def test_the_defaults_of_owners(numel: int, is_adaptive: bool, every: int, densi
 @pytest.mark.parametrize("parts", [1, 2, 3, 8, 64])
 def test_a_budget_gives_an_owner_s_elements_twice_as_many_bytes_as_a_node_s(parts: int) -> None:
     partition = gw.Partition(2**20, parts)
-    nodes = nodes_budget(gw.TargetBytes(100_000), partition)
-    owners = owners_policy(gw.TargetBytes(100_000), partition)
+    nodes = nodes_budget(gw.TargetBytes(100_000), partition.sizes)
+    owners = owners_policy(gw.TargetBytes(100_000), partition.sizes)
     assert isinstance(nodes, gw.TargetBytes)
     assert isinstance(owners, gw.TargetBytes)
     assert nodes.max_bytes_per_step + owners.max_bytes_per_step == 100_000
@@ -489,10 +489,10 @@ def test_a_budget_gives_an_owner_s_elements_twice_as_many_bytes_as_a_node_s(part
 
 def test_a_budget_of_fewer_blocks_than_owners_leaves_a_half_for_the_nodes() -> None:
     for numel in (0, 60, 200):
-        nodes = nodes_budget(gw.TargetBytes(1000), gw.Partition(numel, 64))
+        nodes = nodes_budget(gw.TargetBytes(1000), gw.Partition(numel, 64).sizes)
         assert isinstance(nodes, gw.TargetBytes)
         assert 500 <= nodes.max_bytes_per_step <= 1000
-    assert nodes_budget(TargetDensity(), PARTITION) is None
+    assert nodes_budget(TargetDensity(), PARTITION.sizes) is None
 
 
 def test_policies_that_aim_at_no_density_are_the_owners_own() -> None:
@@ -500,4 +500,4 @@ def test_policies_that_aim_at_no_density_are_the_owners_own() -> None:
         rounding_point = 0.75
 
     for policy in (FixedThreshold(0.5), AdaptiveThreshold(), StepThreshold(), Own(0.05)):
-        assert owners_policy(policy, PARTITION) is policy
+        assert owners_policy(policy, PARTITION.sizes) is policy

@@ -14,10 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
-
-if TYPE_CHECKING:
-    from .partition import Partition
+from typing import ClassVar, NamedTuple, Protocol
 
 __all__ = [
     "FIRST_TREND",
@@ -684,27 +681,31 @@ def owners_density(density: float) -> float:
     return max(density, min(times * density, _OWNERS_DENSITY_MAX))
 
 
-def nodes_budget(policy: ThresholdPolicy | TargetBytes, partition: Partition) -> TargetBytes | None:
+def nodes_budget(policy: ThresholdPolicy | TargetBytes, sizes: Sequence[int]) -> TargetBytes | None:
     """Return what a node's parts may have of the budget of a step of the sharded exchange; None: there is none.
 
     The rest is for its result as an owner, which has few elements: twice as many bytes for each.
+
+    Args:
+        policy: of the nodes.
+        sizes: elements of each owner.
     """
     if not isinstance(policy, TargetBytes):
         return None
-    largest = max(partition.sizes) / max(partition.numel, 1)
+    largest = max(sizes) / max(sum(sizes), 1)
     share = max(1.0 / (1.0 + _OWNERS_TIMES_MAX * largest), 0.5)
     return replace(policy, max_bytes_per_step=max(int(share * policy.max_bytes_per_step), 1))
 
 
 def owners_policy(
-    policy: ThresholdPolicy | TargetBytes, partition: Partition
+    policy: ThresholdPolicy | TargetBytes, sizes: Sequence[int]
 ) -> ThresholdPolicy | TargetBytes:
     """Return the policy of owners' results in the sharded exchange, where nodes have ``policy``.
 
     Owners are denser than nodes, and round to the nearest (docs/algorithm.md). Policies that aim at no density stay as
-    they are.
+    they are. The arguments are those of ``nodes_budget``.
     """
-    nodes = nodes_budget(policy, partition)
+    nodes = nodes_budget(policy, sizes)
     if nodes is not None and isinstance(policy, TargetBytes):
         rest = max(policy.max_bytes_per_step - nodes.max_bytes_per_step, 1)
         return _OwnersBytes(rest, policy.minimum)

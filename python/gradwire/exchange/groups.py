@@ -298,7 +298,7 @@ class Groups:
                 return encoder.flush(parts=parts)
             dense = _DENSE["dense" if group.is_dense and codec == "threshold" else codec]
             arrays = None if update is None else self.select(update, index)
-            limit = None if dense or parts is None else nodes_budget(encoder.policy, parts)
+            limit = None if dense or parts is None else nodes_budget(encoder.policy, parts.sizes)
             options: dict[str, Any] = {"dense": dense, "parts": parts}
             if limit is not None:
                 options["max_bytes"] = limit.max_bytes_per_step

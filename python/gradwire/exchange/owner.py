@@ -116,7 +116,7 @@ class Owner:
 def _owner_encoder(like: Encoder, part: Part, step: int) -> Encoder:
     """Return an encoder for an owner's share of a group."""
     # An overflow of the sum must not stop all nodes, of which none could repair it: hence "skip".
-    policy = owners_policy(like.policy, part.partition)
+    policy = owners_policy(like.policy, part.partition.sizes)
     encoder = Encoder(
         part.numel, policy, like.shakeup, None, like.dtype, "cpu", like.key, "skip", like.threads
     )
