@@ -462,10 +462,8 @@ class Gradwire(LocalSteps):
         policy = policy if density is None else gw.TargetDensity(density)
         self.partition = gw.Partition(self.numel, owners) if owners else None
         self.encoders = [gw.Encoder(self.numel, policy) for _ in range(self.nodes)]
-        parts = self.partition or ()
-        self.owners = [
-            gw.Encoder(part.numel, owners_policy(policy, part.partition.sizes)) for part in parts
-        ]
+        sizes = self.partition.sizes if self.partition else ()
+        self.owners = [gw.Encoder(size, owners_policy(policy, sizes)) for size in sizes]
         self.begins = [self._shared.clone() for _ in range(self.nodes)]
         if outer_momentum is None:
             outer_momentum = training_defaults({"every": every})["outer_momentum"]
