@@ -27,8 +27,10 @@ struct EncodeOptions {
 // What an encode adds to the residual: `update`, unless it is null; or with `before` the residual becomes `update`
 // minus `before`, which are arrays of the same sizes and dtypes, float32 or float64.
 struct Input {
-    const std::vector<ConstArray>* update = nullptr;
-    const std::vector<ConstArray>* before = nullptr;
+    Input(const std::vector<ConstArray>* added = nullptr, const std::vector<ConstArray>* subtracted = nullptr)
+        : update(added), before(subtracted) {}
+    const std::vector<ConstArray>* update;
+    const std::vector<ConstArray>* before;
 };
 
 struct Encoded {
@@ -52,8 +54,8 @@ class Encoder {
     // Take the input; extract +-threshold from the elements that reach their share of it, as a ternary message for each
     // part. A non-finite element without `skip_nonfinite` throws NonFiniteUpdate and extracts nothing.
     Encoded encode(const Input& input, const EncodeOptions& options, const Partition& partition);
-    Encoded encode(const std::vector<ConstArray>* update, const EncodeOptions& options) {
-        return encode({update}, options, undivided(numel_));
+    Encoded encode(const Input& input, const EncodeOptions& options) {
+        return encode(input, options, undivided(numel_));
     }
 
     // The same, but send the whole residual, as dense messages of `dtype`.

@@ -59,7 +59,7 @@ CASE(the_sampled_quantiles_are_those_of_the_cpu) {
                     const std::vector<ConstArray>* given = dtype == Dtype::kNone ? nullptr : &views;
                     const cuda::SampleTotals sample =
                         measure_emulated(encoder, encoder.residual(), given, density, turn, numel % 2 == 0);
-                    const SampledQuantiles expected = encoder.sample({given}, 0x3f00, kReach, density, turn);
+                    const SampledQuantiles expected = encoder.sample(given, 0x3f00, kReach, density, turn);
                     CHECK(same(sample.quantile[0], expected.now));
                     CHECK(same(sample.quantile[1], expected.shuffled));
                     CHECK(same(sample.quantile[2], expected.next));
@@ -88,7 +88,7 @@ CASE(the_floor_of_few_elements_is_that_of_the_cpu) {
             }
             const cuda::SampleTotals sample =
                 measure_emulated(encoder, encoder.residual(), nullptr, 0.03, 1, every % 2 == 0);
-            const SampledQuantiles expected = encoder.sample({}, 0x3f00, kReach, 0.03, 1);
+            const SampledQuantiles expected = encoder.sample(nullptr, 0x3f00, kReach, 0.03, 1);
             CHECK(same(sample.quantile[0], expected.now));
             CHECK(same(sample.floor, expected.floor));
             if (expected.now > 0 && octaves < 10) CHECK_EQUAL(expected.floor > 0, every > 3);
@@ -223,7 +223,7 @@ CASE(dense_messages_leave_the_residual_of_the_cpu) {
         }
         residual[0] = static_cast<Residual>(3.3961775292304957e38);  // would round to infinity
         std::memcpy(encoder.residual(), residual.data(), numel * sizeof(Residual));
-        const Encoded encoded = encoder.encode_dense({}, type, {}, undivided(encoder.numel()));
+        const Encoded encoded = encoder.encode_dense(nullptr, type, {}, undivided(encoder.numel()));
         Bytes payload(numel * bytes_per_value(type));
         for (uint64_t i = 0; i < numel; ++i) cuda::send_value(residual[i], type, payload.data(), i);
         CHECK(std::memcmp(payload.data(), encoded.messages[0].bytes.get() + kHeaderBytes, payload.size()) == 0);

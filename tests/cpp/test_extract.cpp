@@ -373,7 +373,7 @@ CASE(a_budget_keeps_the_largest_elements_and_puts_the_others_back) {
                 options.max_bytes = 2000;
                 options.most_changed = 1000;
                 Encoder encoder(numel, Dtype::kFloat32, threads);
-                const Encoded encoded = encoder.encode({&views}, options, partition);
+                const Encoded encoded = encoder.encode(&views, options, partition);
                 std::vector<float> sum(numel);
                 uint64_t count = 0;
                 for (uint64_t p = 0; p < parts; ++p) {
@@ -390,6 +390,48 @@ CASE(a_budget_keeps_the_largest_elements_and_puts_the_others_back) {
     });
 }
 
+CASE(a_difference_is_encoded_as_a_residual_that_holds_it) {
+    for_every_table([] {
+        for (const unsigned threads : {1U, 3U})
+            for (const uint64_t numel : Numbers{1, 63, 1'025, 600'003}) {
+                Random random(numel);
+                // Exactly as much memory as the arrays need: nothing beyond may be read.
+                const auto values = [&random](uint64_t count) {
+                    auto memory = std::make_unique<float[]>(count);
+                    for (uint64_t i = 0; i < count; ++i)
+                        memory[i] = static_cast<float>(random.below(512)) / 64 - 4;  // exact differences
+                    return memory;
+                };
+                const uint64_t first = numel / 3;
+                const std::unique_ptr<float[]> arrays[] = {values(first), values(numel - first), values(first),
+                                                           values(numel - first)};
+                const auto views_of = [&](int begin) {
+                    return std::vector<ConstArray>{{arrays[begin].get(), first, Dtype::kFloat32},
+                                                   {arrays[begin + 1].get(), numel - first, Dtype::kFloat32}};
+                };
+                const std::vector<ConstArray> now = views_of(0), before = views_of(2);
+                EncodeOptions options;
+                options.threshold = 0x3f80;
+                Encoder encoder(numel, Dtype::kFloat32, threads), expected(numel, Dtype::kFloat32, threads);
+                auto* residual = static_cast<float*>(encoder.residual());
+                auto* differences = static_cast<float*>(expected.residual());
+                for (uint64_t i = 0; i < numel; ++i) {
+                    const int place = i >= first;
+                    const uint64_t at = i - (place ? first : 0);
+                    differences[i] = arrays[place][at] - arrays[2 + place][at];
+                    residual[i] = 9.0F;
+                }
+                const SampledQuantiles sampled = encoder.sample({&now, &before}, options.threshold, 1.0, 0.01, 3);
+                CHECK_EQUAL(sampled.now, expected.sample(nullptr, options.threshold, 1.0, 0.01, 3).now);
+                const Encoded encoded = encoder.encode({&now, &before}, options);
+                const Encoded own = expected.encode(nullptr, options);
+                CHECK(exactly(encoded.messages[0].bytes.get(), encoded.messages[0].size) ==
+                      exactly(own.messages[0].bytes.get(), own.messages[0].size));
+                for (uint64_t i = 0; i < numel; ++i) CHECK_EQUAL(residual[i], differences[i]);
+            }
+    });
+}
+
 CASE(a_dense_message_sends_the_whole_residual) {
     for_every_table([] {
         Random random(5);
@@ -398,7 +440,7 @@ CASE(a_dense_message_sends_the_whole_residual) {
         EncodeOptions options;
         Encoder encoder(301, Dtype::kFloat64, 1);
         const Encoded encoded =
-            encoder.encode_dense({&update.views}, DenseType::kFloat64, options, undivided(encoder.numel()));
+            encoder.encode_dense(&update.views, DenseType::kFloat64, options, undivided(encoder.numel()));
         const Bytes bytes = exactly(encoded.messages[0].bytes.get(), encoded.messages[0].size);
         std::vector<double> values(301);
         decode_dense(parse(bytes), values.data());
