@@ -905,6 +905,8 @@ def test_arrays_that_are_not_alike_leave_the_residual_alone(policy: Any) -> None
             encoder.encode(now, before=before)
     with pytest.raises(TypeError, match="float16"):
         encoder.encode(four.astype(np.float16), before=four)
+    with pytest.raises(TypeError, match="now"):
+        encoder.encode(before=four)
     assert not encoder.residual.any()
 
 

@@ -118,7 +118,7 @@ class PyEncoder {
 
     template <class F>
     Encoded with_input(const py::object& update, const py::object& before, F f) {
-        if (update.is_none()) {
+        if (update.is_none() && before.is_none()) {
             const Exclusive exclusive(busy_);
             const py::gil_scoped_release release;
             return f(Input{});
