@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import sys
 
-from gradwire.transport.wire import CONTROL, INIT
+from gradwire.transport.wire import INIT
 
 from .faults import MEGABYTE
 from .simulator import Host, Link, Simulator
@@ -16,32 +16,17 @@ from .test_observers import (
     FORGERIES,
     THIRD,
     Forger,
-    Third,
     deliver,
     flooded,
     is_connected,
     starting,
+    with_copied_datagrams,
 )
 
 
 def bytes_to_a_third_address() -> float:
     """Return the bytes that go to an address, over those that seem to have come from there: five copied datagrams."""
-    simulator = Simulator(2, Link(delay_s=0.001))
-    one, two = simulator.mesh(2)
-    third = Third(simulator)
-    copied: list[bytes] = []
-
-    def copy(_: int, datagram: bytes) -> bool:
-        if datagram[0] != CONTROL or len(copied) == 5:
-            return False
-        copied.append(datagram)
-        third.sent[THIRD] += len(datagram)
-        deliver(simulator, one, datagram, THIRD)
-        return True
-
-    simulator.link(two, one).drop = copy
-    simulator.publish(one, bytes(2 * MEGABYTE))
-    simulator.run_for(10.0)
+    third = with_copied_datagrams()
     return third.received[THIRD] / third.sent[THIRD]
 
 
