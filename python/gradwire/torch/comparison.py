@@ -414,6 +414,10 @@ class Recorder:
         finally:
             torch.Tensor.backward = backward  # type: ignore[method-assign]
             package.share = share
+            if self._group is not None:
+                # Its threads must be gone before the interpreter: they would end the process with SIGABRT.
+                self._group.shutdown()
+                self._group = None
 
     def share(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, **options: Any
@@ -509,10 +513,6 @@ class Recorder:
         measured = self._measured
         measured.sent_bytes = measured.sent_bytes or self._all_sent_bytes()
         measured.memory_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        if self._group is not None:
-            # Its threads must be gone before the interpreter: they would end the process with SIGABRT.
-            self._group.shutdown()
-            self._group = None
         self._store.set(str(self._place.rank), json.dumps(asdict(measured)))
         if self._place.rank:
             return None
