@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from .arrays import device_of, on_host
 
-__all__ = ["Agreement", "Measured", "Sketch", "checked_state", "sample_of"]
+__all__ = ["Agreement", "Measured", "Sketch", "checked_state", "sample_of", "samples_of"]
 
 _SAMPLE_NUMEL = 1 << 16
 _BLOCK_NUMEL = 64
@@ -103,29 +103,85 @@ class Measured(NamedTuple):
     sketch: Sketch | None
 
 
-def sample_of(arrays: Sequence[Any]) -> NDArray[np.float64]:
-    """Return about 65,536 elements at regular distances, or all of fewer; the same places for equal shapes."""
-    sizes = [math.prod(array.shape) for array in arrays]
+class _Places(NamedTuple):
+    """Where the elements of a sample are.
+
+    Attributes:
+        span: elements from the begin of a block to that of the next.
+        blocks: (index of the array, first element, number of blocks).
+        rest: (index of the array, first element, number of elements); all arrays in full where they are small.
+    """
+
+    span: int
+    blocks: list[tuple[int, int, int]]
+    rest: list[tuple[int, int, int]]
+
+
+@lru_cache(maxsize=8)
+def _places_of(sizes: tuple[int, ...]) -> _Places:
     # Single elements, each of another page, would take half as long as an encode. An odd number of blocks does not stay
     # in the same columns of a matrix.
-    blocks = (sum(sizes) // _SAMPLE_NUMEL) | 1
-    span = _BLOCK_NUMEL * blocks
-    parts = []
+    times = (sum(sizes) // _SAMPLE_NUMEL) | 1
+    if times == 1:
+        return _Places(0, [], [(index, 0, size) for index, size in enumerate(sizes) if size])
+    places = _Places(_BLOCK_NUMEL * times, [], [])
     start = 0
-    for array, size in zip(arrays, sizes, strict=True):
-        flat = array.reshape(-1)
-        if blocks == 1:
-            parts.append(flat)
-            continue
-        end = start + max(size - start, 0) // span * span
-        parts.append(flat[start:end].reshape(-1, span)[:, :_BLOCK_NUMEL].reshape(-1))
-        parts.append(flat[end : end + _BLOCK_NUMEL])
+    for index, size in enumerate(sizes):
+        count = max(size - start, 0) // places.span
+        if count:
+            places.blocks.append((index, start, count))
+        end = start + count * places.span
+        if end < size:
+            places.rest.append((index, end, min(_BLOCK_NUMEL, size - end)))
         # Where the next block begins, in the next array.
-        start = end + span * (end < size) - size
-    if device_of(parts) >= 0:
-        parts = [sys.modules["torch"].cat(parts)]  # one copy from the device
-    samples = [np.asarray(on_host(part), np.float64) for part in parts]
-    return np.concatenate(samples) if samples else np.zeros(0)
+        start = end + places.span * (end < size) - size
+    return places
+
+
+def sample_of(arrays: Sequence[Any]) -> NDArray[np.float64]:
+    """Return about 65,536 elements at regular distances, or all of fewer; the same places for equal shapes."""
+    return samples_of(arrays)[0]
+
+
+def samples_of(*lists: Sequence[Any]) -> list[NDArray[np.float64]]:
+    """Return a sample of each list of arrays, which are contiguous and of the same shapes, as ``sample_of`` does."""
+    places = _places_of(tuple(math.prod(array.shape) for array in lists[0]))
+    if device_of(lists[0]) >= 0:
+        return _samples_from_device(places, lists)
+    samples = []
+    for arrays in lists:
+        parts = [np.zeros(0)]
+        for index, start, count in places.blocks:
+            rows = arrays[index].reshape(-1)[start : start + count * places.span]
+            parts.append(rows.reshape(-1, places.span)[:, :_BLOCK_NUMEL].reshape(-1))
+        parts += [arrays[index].reshape(-1)[start : start + n] for index, start, n in places.rest]
+        samples.append(np.concatenate(parts, dtype=np.float64))
+    return samples
+
+
+def _samples_from_device(
+    places: _Places, lists: Sequence[Sequence[Any]]
+) -> list[NDArray[np.float64]]:
+    """Return the samples of torch's tensors: in few launches, and one copy from the device."""
+    rows, pieces = [], []
+    for arrays in lists:
+        flat = [tensor if tensor.is_contiguous() else tensor.reshape(-1) for tensor in arrays]
+        for index, start, count in places.blocks:
+            shape, strides = (count, _BLOCK_NUMEL), (places.span, 1)
+            at = flat[index].storage_offset() + start
+            rows.append(flat[index].as_strided(shape, strides, at))
+        for index, start, numel in places.rest:
+            at = flat[index].storage_offset() + start
+            pieces.append(flat[index].as_strided((numel,), (1,), at))
+    cat = sys.modules["torch"].cat
+    joined = [cat(tensors).reshape(-1) for tensors in (rows, pieces) if tensors]
+    values = on_host(cat(joined).double()) if joined else np.zeros(0)
+    rows_numel = _BLOCK_NUMEL * sum(count for *_, count in places.blocks)
+    first, rest = np.split(values, [rows_numel * len(lists)])
+    return [
+        np.concatenate(both)
+        for both in zip(np.split(first, len(lists)), np.split(rest, len(lists)), strict=True)
+    ]
 
 
 class Agreement:

@@ -79,6 +79,8 @@ def device_of(arrays: Any) -> int:
         return -1
     if isinstance(arrays, (list, tuple)):
         return device_of(arrays[0]) if arrays else -1
+    if getattr(arrays, "is_cuda", False):  # torch's, much sooner than by the protocol
+        return int(arrays.device.index)
     if hasattr(arrays, "__dlpack_device__"):
         kind, number = arrays.__dlpack_device__()
         return int(number) if kind in _DLPACK_CUDA else -1
@@ -216,6 +218,9 @@ def zeros_like(arrays: Sequence[Any]) -> Arrays:
 
 def put(target: Sequence[NDArray[Any]], source: Sequence[NDArray[Any]]) -> None:
     """Copy every array of ``source`` to its counterpart in ``target``, between host and device where they differ."""
+    if _are_on_device(target, source):
+        _in_one_launch("copy_", target, source)
+        return
     for destination, origin in zip(target, source, strict=True):
         if isinstance(destination, np.ndarray):
             destination[...] = on_host(origin)
@@ -249,13 +254,30 @@ def add(target: Sequence[NDArray[Any]], source: Sequence[NDArray[Any]]) -> None:
         raise ValueError(
             f"an update of arrays with {source_sizes} elements for parameters of {target_sizes}"
         )
-    for destination, origin in zip(target, source, strict=True):
-        destination += origin.reshape(destination.shape)
+    shaped = [origin.reshape(array.shape) for array, origin in zip(target, source, strict=True)]
+    if _are_on_device(target, source):
+        _in_one_launch("add_", target, shaped)
+        return
+    for destination, origin in zip(target, shaped, strict=True):
+        destination += origin
 
 
 def difference(minuend: Sequence[NDArray[Any]], subtrahend: Sequence[NDArray[Any]]) -> Arrays:
     """Return the differences of all pairs of arrays, in new memory."""
+    if _are_on_device(minuend, subtrahend):
+        differences: Arrays = _in_one_launch("sub", minuend, subtrahend)
+        return differences
     return [left - right for left, right in zip(minuend, subtrahend, strict=True)]
+
+
+def put_difference(
+    target: Sequence[NDArray[Any]],
+    minuend: Sequence[NDArray[Any]],
+    subtrahend: Sequence[NDArray[Any]],
+) -> None:
+    """Set every array of ``target``, all on one device, to the difference of a pair, without other memory."""
+    _in_one_launch("copy_", target, minuend)
+    _in_one_launch("sub_", target, subtrahend)
 
 
 def scaled(arrays: Any, factor: float) -> Any:
@@ -272,12 +294,27 @@ def scaled(arrays: Any, factor: float) -> Any:
     return (array.astype("float32") if is_half else array) * factor
 
 
+def _are_on_device(*lists: Sequence[Any]) -> bool:
+    return all(device_of(list(arrays)) >= 0 for arrays in lists)
+
+
+def _in_one_launch(operation: str, target: Sequence[Any], source: Sequence[Any]) -> Any:
+    """Call an operation of torch on all pairs of tensors: a launch for each would take longer than a step's kernels."""
+    call = getattr(sys.modules["torch"], f"_foreach_{operation}")
+    return call(list(target), list(source)) if len(target) else []
+
+
 def _listed(arrays: Any) -> list[Any]:
     return list(arrays) if isinstance(arrays, (list, tuple)) else [arrays]
 
 
 def _dtype_name(array: Any) -> str:
-    return str(array.dtype).removeprefix("torch.")
+    return _name_of(array.dtype)
+
+
+@lru_cache(maxsize=64)
+def _name_of(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _view(array: Any) -> NDArray[Any]:
@@ -285,11 +322,11 @@ def _view(array: Any) -> NDArray[Any]:
         raise ValueError(
             "a tensor that requires grad does not lend its memory: pass tensor.detach()"
         )
-    if hasattr(array, "__array_interface__"):
-        return np.asarray(array)
-    if hasattr(array, "copy_") and device_of(array) >= 0:
+    if getattr(array, "is_cuda", False):
         tensor: NDArray[Any] = array
         return tensor
+    if hasattr(array, "__array_interface__"):
+        return np.asarray(array)
     try:
         return np.asarray(array.numpy() if hasattr(array, "numpy") else memoryview(array))
     except (TypeError, BufferError):  # the second is JAX's for bfloat16

@@ -85,6 +85,8 @@ class Groups:
         self.groups = tuple(groups)
         self.encoders = tuple(group.encoder for group in self.groups)
         self.numel = sum(encoder.numel for encoder in self.encoders)
+        # Of encoders on a device, whose memory stays where it is: views of the residuals, and the arrays' shapes.
+        self._on_device: tuple[list[Any], list[NDArray[Any]]] = [], []
 
     @staticmethod
     def of(
@@ -233,6 +235,9 @@ class Groups:
         """
         residuals = []
         device = device_of(list(arrays))
+        shapes = [array.shape for array in arrays]
+        if device >= 0 and shapes == self._on_device[0]:
+            return self._on_device[1]
         for encoder in self.encoders:
             residual = encoder.residual
             if device_of(residual) != device:
@@ -243,7 +248,10 @@ class Groups:
             if device >= 0:
                 residual = sys.modules["torch"].as_tensor(residual, device=f"cuda:{device}")
             residuals.append(residual)
-        return split_by_tensor(residuals, self.tensors, arrays)
+        parts = split_by_tensor(residuals, self.tensors, arrays)
+        if device >= 0:
+            self._on_device = shapes, parts
+        return parts
 
     @property
     def largest_bytes(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ..agreement import sample_of
+from ..agreement import sample_of, samples_of
 from ..arrays import (
     Arrays,
     add,
@@ -20,6 +20,7 @@ from ..arrays import (
     on_host,
     placed,
     put,
+    put_difference,
     sampled,
     scaled,
     views,
@@ -406,7 +407,7 @@ class SharedCopy:
         residuals = self.groups.residuals(self.shared)  # refuses residuals elsewhere
         if device_of(targets) < 0:
             return targets, self.shared
-        put(residuals, difference(targets, self.shared))
+        put_difference(residuals, targets, self.shared)
         return None, None
 
     def sample(self, update: Any, params: Any) -> NDArray[np.float64]:
@@ -418,9 +419,12 @@ class SharedCopy:
         """
         if update is not None:
             return sample_of(views(update))
-        sample = sample_of(writable_views(params)) - sample_of(self.shared)
+        listed = [writable_views(params), self.shared]
         if self._applies_residual:
-            sample -= sample_of(self.groups.residuals(self.shared))
+            listed.append(self.groups.residuals(self.shared))
+        sample, *parts = samples_of(*listed)
+        for part in parts:
+            sample -= part
         return sample
 
     def reject(self, params: Any) -> None:

@@ -15,14 +15,15 @@ import numpy as np
 import torch
 from torch._compile import _disable_dynamo
 
-from ..arrays import copies, sampled, writable_views
+from ..arrays import copies, writable_views
 from ..errors import Closed, Mismatch, NonFiniteUpdate
 from ..exchange import Exchange, LocalExchange, hand_over, take_over
 from ..exchange.consistency import digest_of
 from .checkpoint import KEY, LoadedState, Values, dcp_caller, put_into, state_of, take_from
 from .judge import Judgement, judge, parameters_of
+from .marks import Marks
 from .optimizer_state import SharedState
-from .staging import Staging, sum_of
+from .staging import Staging, fetch_moved, store, sums_of
 
 if TYPE_CHECKING:
     from ..exchange import AnyExchange, Joined, StepResult
@@ -163,7 +164,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         self._has_joined = False
         self._is_closed = False
         self._training = training
-        self._marks: tuple[list[int], torch.Tensor] | None = None  # after the last step
+        self._marks = Marks()  # after the last step
         # The model's state as it was last returned: parameter, copy, and torch's count of changes to the copy.
         self._returned: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         # Last: from now on other attributes are the wrapped optimiser's.
@@ -269,7 +270,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         self._loaded = None
         self._local = [], []
         self._has_joined = True
-        self._marks = self._mark()
+        self._marks.set(self._tensors())
         if self.step_number:
             # Steps were taken, elsewhere or before: torch need not warn of a schedule that is brought to this step.
             self.optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -386,7 +387,7 @@ class SharedOptimizer(torch.optim.Optimizer):
                 loss = self._local_step(closure)
         if self.exchange.is_next_local:
             self.result = self.exchange.step_moved(*self._memory)
-            self._marks = self._mark()
+            self._marks.set(self._tensors())
             return loss
         with self._staged() as memory:
             self.result = self.exchange.step_moved(*memory)
@@ -436,7 +437,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         if self._set_aside is not None:
             raise RuntimeError("shared_parameters() inside shared_parameters()")
         values = self._values()
-        is_as_left = self._has_joined and self._is_marked()
+        is_as_left = self._has_joined and self._marks.hold(self._tensors())
         self._set_aside = values
         try:
             self._set_values((self._shared_arrays(), []))
@@ -445,7 +446,7 @@ class SharedOptimizer(torch.optim.Optimizer):
             self._set_aside = None
             self._set_values(values)
             if is_as_left:
-                self._marks = self._mark()
+                self._marks.set(self._tensors())
 
     def shared_params(self) -> list[torch.Tensor]:
         """Return the parameters that are shared, in the order of ``shared_tensors``."""
@@ -496,7 +497,7 @@ class SharedOptimizer(torch.optim.Optimizer):
     def _are_as_left(self, arrays: list[Any]) -> list[bool]:
         """Return for each parameter whether no other weights were copied into it since the last step."""
         if self._has_joined and not self.exchange.is_settled:
-            return [self._is_marked()] * len(arrays)
+            return [self._marks.hold(self._tensors())] * len(arrays)
         is_left = self.exchange.held(arrays)
         if self.exchange.has_local_steps:
             return is_left  # they move the tensors alone
@@ -509,29 +510,8 @@ class SharedOptimizer(torch.optim.Optimizer):
                 is_left[index] = False
         return is_left
 
-    def _mark(self) -> tuple[list[int], torch.Tensor]:
-        """Return values that change with the parameters: torch's counts of changes, and sums of a sample.
-
-        Writing to ``data`` evades the counts. The sample has all elements of a small model.
-        """
-        tensors = [staging.tensor for staging in self._params]
-        flat = [tensor.view(-1) for tensor in tensors if tensor.is_contiguous()]
-        others = [tensor for tensor in tensors if not tensor.is_contiguous()]
-        sums = [_exact_sum(tensor) for tensor in (*sampled(flat), *others)]
-        stacked = (
-            torch.stack([total.to(sums[0].device) for total in sums]) if sums else torch.empty(0)
-        )
-        return [tensor._version for tensor in tensors], stacked
-
-    def _is_marked(self) -> bool:
-        """Return whether the parameters are as they were after the last step, as far as ``_mark`` tells."""
-        counts, sums = self._marks or ([], torch.empty(0))
-        new_counts, new_sums = self._mark()
-        new_sums = new_sums.to(sums.device)
-        # Compared late: on a device the sums are then ready.
-        return counts == new_counts and bool(
-            ((sums == new_sums) | (sums.isnan() & new_sums.isnan())).all()
-        )
+    def _tensors(self) -> list[torch.Tensor]:
+        return [staging.tensor for staging in self._params]
 
     def keep_returned(self, saved: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Keep the tensors that ``model.state_dict()`` returns, by parameter, until the next step."""
@@ -551,17 +531,15 @@ class SharedOptimizer(torch.optim.Optimizer):
     def _note_written(self) -> None:
         """Tell the exchange if the caller has written into the parameters since the last step."""
         self.take_returned()
-        arrays = writable_views(self._memory[0])
-        if self._is_marked() or all(self._are_as_left(arrays)):
+        is_marked = self._marks.hold(self._tensors())
+        if is_marked or all(self._are_as_left(writable_views(self._memory[0]))):
             return
         if not all(staging.has_constants for staging in self._params):
             return  # the step refuses that
         values = [staging.written().cpu().numpy() for staging in self._params]
-        for staging in self._params:
-            staging.fetch_moved()
+        fetch_moved(self._params)
         self.exchange.note_written(self._memory[0], values)
-        for staging in self._params:
-            staging.store()
+        store(self._params)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as the wrapped optimiser does."""
@@ -768,7 +746,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         param_grads = [param.grad for param in params if param.grad is not None]
         grads = [grad._values() if grad.is_sparse else grad.detach() for grad in param_grads]
         # Infinity minus infinity is NaN, and both spread through a sum: one pass, and one number per tensor.
-        sums = [sum_of(grad) for grad in grads]
+        sums = sums_of(grads)
         if not sums or torch.stack([total.to(sums[0].device) for total in sums]).isfinite().all():
             return
         counts = [int((~grad.isfinite()).sum()) for grad in grads]
@@ -880,8 +858,7 @@ class SharedOptimizer(torch.optim.Optimizer):
     @contextmanager
     def _staged(self) -> Iterator[tuple[list[torch.Tensor], SharedState]]:
         """Copy what the optimiser has moved to the codec's memory, and the result back, also after an error."""
-        for staging in self._params:
-            staging.fetch_moved()
+        fetch_moved(self._params)
         try:
             yield self._memory
         finally:
@@ -889,15 +866,9 @@ class SharedOptimizer(torch.optim.Optimizer):
 
     def _store(self) -> None:
         self._state.settle()
-        for staging in self._params:
-            staging.store()
+        store(self._params)
         if self._has_joined:
-            self._marks = self._mark()
-
-
-def _exact_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a sum of all elements, of which small changes of half precision are not rounded off."""
-    return tensor.sum(dtype=torch.float64 if tensor.dtype == torch.float64 else torch.float32)
+            self._marks.set(self._tensors())
 
 
 def _snapshot(tensor: torch.Tensor) -> str | torch.Tensor:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["Staging", "local_of", "sum_of"]
+__all__ = ["Staging", "fetch_moved", "local_of", "store", "sum_of", "sums_of"]
 
 _CODED = (torch.float32, torch.float64)
 _KIND = ("dtype", "device", "shape")
 
 # Elements that are converted together: temporary values then stay in the cache, and need no memory of a tensor's size.
 _BLOCK_NUMEL = 1 << 16
+# On a device, where many tensors share a launch: what the temporary values of one launch may have.
+_LAUNCH_NUMEL = 1 << 24
 
 
 class Staging:
@@ -79,6 +83,13 @@ class Staging:
     def is_rounded(self) -> bool:
         """Whether the tensor has less precision than the memory."""
         return self._copy is not None and self._copy.dtype != self.source.dtype
+
+    @property
+    def is_converted_on_device(self) -> bool:
+        """Whether the memory is a copy on a device of a tensor there, with nothing but another dtype."""
+        copy, tensor = self._copy, self.source
+        is_there = copy is not None and copy.is_cuda and tensor.is_cuda and self._constants is None
+        return is_there and self.is_rounded and self.tensor.is_contiguous()
 
     @property
     def constants(self) -> torch.Tensor | None:
@@ -201,6 +212,57 @@ class Staging:
         if self._copy is None:
             return self.tensor
         return self.complete(self.tensor.copy_(self._copy))
+
+
+def fetch_moved(stagings: Sequence[Staging]) -> None:
+    """Call ``fetch_moved`` of every staging; those on a device share their launches."""
+    together: list[tuple[torch.Tensor, torch.Tensor]] = []
+    numel = 0
+    for staging in stagings:
+        if not staging.is_converted_on_device:
+            staging.fetch_moved()
+            continue
+        together.append((staging.memory, staging.tensor))
+        numel += staging.memory.numel()
+        if numel >= _LAUNCH_NUMEL:
+            _add_moved(together)
+            together = []
+            numel = 0
+    if together:
+        _add_moved(together)
+
+
+def _add_moved(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Add to every memory what its tensor differs by from the rounded memory, all on one device."""
+    memories, tensors = (list(tensors) for tensors in zip(*pairs, strict=True))
+    rounded = [torch.empty_like(tensor) for tensor in tensors]
+    torch._foreach_copy_(rounded, memories)
+    before, now = ([torch.empty_like(memory) for memory in memories] for _ in range(2))
+    torch._foreach_copy_(before, rounded)
+    torch._foreach_copy_(now, tensors)
+    torch._foreach_sub_(now, before)
+    torch._foreach_add_(memories, now)
+
+
+def store(stagings: Sequence[Staging]) -> None:
+    """Call ``store`` of every staging; those on a device share their launches."""
+    together = []
+    for staging in stagings:
+        if staging.is_converted_on_device:
+            together.append((staging.tensor, staging.memory))
+        else:
+            staging.store()
+    if together:
+        tensors, memories = (list(tensors) for tensors in zip(*together, strict=True))
+        torch._foreach_copy_(tensors, memories)
+
+
+def sums_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return a number for each tensor, or none for an empty one, which is not finite if one of its elements is not."""
+    if not all(tensor.is_cuda for tensor in tensors):
+        return [sum_of(tensor) for tensor in tensors]
+    # A launch for each tensor would take longer than reading it.
+    return list(torch._foreach_norm([tensor for tensor in tensors if tensor.numel()], math.inf))
 
 
 def local_of(tensor: Any) -> torch.Tensor:
