@@ -68,7 +68,7 @@ part "build" 180 build || {
 export PYTHONPATH="$scratch/site${PYTHONPATH:+:$PYTHONPATH}"
 part "machine" 60 describe
 part "tests" 150 tests tests/test_cuda_encode.py tests/test_cuda_arrays.py
-part "training" 60 tests tests/emulated_cuda/test_training.py
+part "training" 90 tests tests/emulated_cuda/test_training.py tests/exchange/test_device.py tests/torch/test_ops.py
 if command -v compute-sanitizer >/dev/null; then
     part "memcheck" 60 sanitize memcheck
     part "racecheck" 60 sanitize racecheck

@@ -8,6 +8,8 @@
 namespace gradwire::bindings {
 namespace {
 
+constexpr int kNoOrder = -1;  // in place of a stream: the producer is to order nothing
+
 // Return the int for a stream in Python's protocols: 1 is the legacy default stream, which is 0 in CUDA.
 py::object stream_number(cudaStream_t stream) {
     const auto number = reinterpret_cast<uintptr_t>(stream);
@@ -74,15 +76,27 @@ HostArray from_interface(py::handle object, const std::string& name, cudaStream_
     return result;
 }
 
-HostArray borrow_device_array(py::handle object, const std::string& name, int device, cudaStream_t stream) {
+// Whether torch made the array: it orders its stream, once for all of its arrays, and that takes long.
+bool is_torchs(py::handle object) {
+    const auto module = py::cast<std::string>(py::type::of(object).attr("__module__"));
+    return module == "torch" || module.rfind("torch.", 0) == 0;
+}
+
+// `is_ordered`: whether the stream waits for torch already.
+HostArray borrow_device_array(py::handle object, const std::string& name, int device, cudaStream_t stream,
+                              bool& is_ordered) {
     const std::string here = "cuda:" + std::to_string(device);
     const auto [type, id] = dlpack_device_of(object);
     HostArray array;
     int found = -1;
     if (is_on_cuda(type)) {
         found = id;
-        if (found == device)
-            array = from_dlpack_capsule(object, dlpack_capsule(object, stream_number(stream), name), name);
+        if (found == device) {
+            const bool by_torch = is_torchs(object);
+            const py::object order = by_torch && is_ordered ? py::int_(kNoOrder) : stream_number(stream);
+            array = from_dlpack_capsule(object, dlpack_capsule(object, order, name), name);
+            is_ordered = is_ordered || by_torch;
+        }
     } else if (py::hasattr(object, "__cuda_array_interface__")) {
         array = from_interface(object, name, stream);
         found = array.numel > 0 ? device_of_pointer(array.data) : device;
@@ -104,8 +118,8 @@ struct Lent {
 }  // namespace
 
 DeviceArrays::DeviceArrays(py::handle object, const char* role, int device, cudaStream_t stream)
-    : HostArrays(object, role, [&](py::handle item, const std::string& name) {
-          return borrow_device_array(item, name, device, stream);
+    : HostArrays(object, role, [&, is_ordered = false](py::handle item, const std::string& name) mutable {
+          return borrow_device_array(item, name, device, stream, is_ordered);
       }) {}
 
 int device_of(py::handle object) {

@@ -10,14 +10,13 @@
 namespace gradwire::cuda {
 namespace {
 
-constexpr unsigned kCheckBlocks = 64;  // of one message
+constexpr uint64_t kLeastCheckBlocks = 16;  // of one message of many
 
-// Return the size of a window: enough windows to fill the device, none so small that decoding dominates.
-uint64_t window_for(uint64_t numel, int device) {
+// Return how many blocks have a share of the work on messages of `numel` elements; a device holds no more at a time.
+uint64_t blocks_for(uint64_t numel, int device) {
     int processors = 0;
     CUDA_TRY(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-    const uint64_t wanted = numel / (static_cast<uint64_t>(processors) * 8) + 1;
-    return std::clamp<uint64_t>((wanted + 2047) / 2048 * 2048, 4096, uint64_t{1} << 30);
+    return std::min(most_chunks(numel), uint64_t{kApplyBlocks} * static_cast<unsigned>(processors));
 }
 
 }  // namespace
@@ -27,6 +26,7 @@ void apply_on_device(int device, const std::vector<DeviceMessageRef>& messages, 
     if (messages.empty()) return;
     const DeviceScope scope(device);
     const uint64_t numel = numel_of(part);
+    const uint64_t blocks = blocks_for(numel, device);
     const auto count = static_cast<uint32_t>(messages.size());
     const ApplyKernels& kernels = apply_kernels();
     Work work{};
@@ -41,7 +41,6 @@ void apply_on_device(int device, const std::vector<DeviceMessageRef>& messages, 
     work.failure = reinterpret_cast<uint32_t*>(memory.get() + entries_bytes + messages_bytes + checks_bytes);
     CUDA_TRY(cudaMemsetAsync(work.checks, 0, checks_bytes + sizeof(uint32_t), stream));
 
-    std::vector<MessageTable> tables;
     for (uint32_t first = 0; first < count; first += kMostMessages) {
         MessageTable table;
         StatusTable statuses;
@@ -50,19 +49,17 @@ void apply_on_device(int device, const std::vector<DeviceMessageRef>& messages, 
             table.sizes[table.count] = messages[i].size;
             statuses.statuses[table.count] = messages[i].status;
         }
-        CUDA_LAUNCH("read", kernels.read, table.count, kBlock, stream, table, work, first, numel, scale);
-        CUDA_LAUNCH("check", kernels.check, dim3(kCheckBlocks, table.count), kBlock, stream, table, statuses, work,
+        CUDA_LAUNCH("read", kernels.read, table.count, kReadBlock, stream, table, work, first, numel, scale);
+        const auto check_blocks = static_cast<unsigned>(std::max(blocks / table.count, kLeastCheckBlocks));
+        CUDA_LAUNCH("check", kernels.check, dim3(check_blocks, table.count), kBlock, stream, table, statuses, work,
                     first);
-        tables.push_back(table);
     }
-    if (numel == 0) return;
-    const uint64_t window = window_for(numel, device);
-    for (const ArrayRange& range : cut_ranges(targets, part.partition.numel, window)) {
+    for (const ArrayRange& range : cut_ranges(targets, part.partition.numel, 1)) {
         const uint64_t begin = numel_before(part, range.begin), end = numel_before(part, range.end);
-        const auto windows = static_cast<unsigned>((end - begin + window - 1) / window);
-        for (uint32_t i = 0; i < tables.size() && windows > 0; ++i)
-            CUDA_LAUNCH("apply", kernels.apply, windows, kBlock, stream, tables[i], range.arrays, work,
-                        i * kMostMessages, part, begin, end, window, scale);
+        for (uint32_t i = 0; i < count && begin < end; ++i)
+            CUDA_LAUNCH("apply", kernels.apply, static_cast<unsigned>(blocks), kBlock, stream,
+                        ByteSource{messages[i].bytes, messages[i].size}, range.arrays, work, i, part, begin, end,
+                        scale);
     }
 }
 

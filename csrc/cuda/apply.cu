@@ -2,11 +2,9 @@
 //
 //   read    a block for each message: header, directory
 //   check   all bytes of the messages: checksum, the streams of every chunk
-//   apply   a block for each window of the target: every message in order
+//   apply   one message after the other: a block for each chunk
 //
-// A chunk is decoded completely in every window that it overlaps. A chunk of 2^e changed elements takes one or two
-// rounds of a block, so that storing where to begin would cost more. Memory traffic: the touched sectors of the target,
-// read and written.
+// Memory traffic: the touched sectors of the target, read and written for each message.
 #include "apply_kernels.h"
 
 #include "crc_tables.cuh"
@@ -16,11 +14,11 @@ namespace gradwire::cuda {
 
 __device__ CrcWork apply_crc = make_crc_work();
 
-__global__ void __launch_bounds__(kBlock)
+__global__ void __launch_bounds__(kReadBlock)
     read_kernel(const __grid_constant__ MessageTable table, Work work, uint32_t first, uint64_t numel, double scale) {
-    __shared__ BlockScratch<kBlock> sums;
+    __shared__ BlockScratch<kReadBlock> sums;
     __shared__ DirectoryShared shared;
-    BlockTeam<kBlock> block(sums);
+    BlockTeam<kReadBlock> block(sums);
     const uint32_t index = first + blockIdx.x;
     read_message(block, table.source(blockIdx.x), numel, scale, work.messages + index,
                  work.entries + index * work.entries_each, shared);
@@ -64,19 +62,14 @@ __global__ void __launch_bounds__(kBlock, 3)
     if (statuses.statuses[blockIdx.y]) statuses.statuses[blockIdx.y]->failure = failure;
 }
 
-__global__ void __launch_bounds__(kBlock, 2)
-    apply_kernel(const __grid_constant__ MessageTable table, const __grid_constant__ ArrayTable targets, Work work,
-                 uint32_t first, Part part, uint64_t begin, uint64_t end, uint64_t window_elements, double scale) {
+__global__ void __launch_bounds__(kBlock, kApplyBlocks)
+    apply_kernel(ByteSource source, const __grid_constant__ ArrayTable targets, Work work, uint32_t index, Part part,
+                 uint64_t begin, uint64_t end, double scale) {
     __shared__ BlockScratch<kBlock> sums;
     if (*work.failure != kSound) return;
     BlockTeam<kBlock> block(sums);
-    const uint64_t from = begin + blockIdx.x * window_elements;
-    const Window window(targets, part, from, from + window_elements < end ? from + window_elements : end);
-    for (uint32_t i = 0; i < table.count; ++i) {
-        const uint32_t index = first + i;
-        apply_message(block, table.source(i), work.messages[index], work.entries + index * work.entries_each, scale,
-                      window);
-    }
+    apply_message(block, blockIdx.x, gridDim.x, source, work.messages[index], work.entries + index * work.entries_each,
+                  scale, targets, part, begin, end);
 }
 
 const ApplyKernels& apply_kernels() {

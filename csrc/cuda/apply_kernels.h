@@ -7,6 +7,8 @@
 namespace gradwire::cuda {
 
 inline constexpr unsigned kBlock = 256;
+inline constexpr unsigned kReadBlock = 1024;   // the directory is read by one block
+inline constexpr unsigned kApplyBlocks = 4;    // of one multiprocessor
 inline constexpr unsigned kMostMessages = 64;  // of one launch
 
 struct MessageTable {
@@ -16,8 +18,6 @@ struct MessageTable {
 
     GRADWIRE_HD ByteSource source(uint32_t i) const { return {bytes[i], sizes[i]}; }
 };
-static_assert(sizeof(MessageTable) + sizeof(ArrayTable) <= 4000, "fit beside a kernel's other arguments");
-
 struct StatusTable {
     MessageStatus* statuses[kMostMessages];
 };
@@ -42,8 +42,8 @@ struct Work {
 struct ApplyKernels {
     void (*read)(MessageTable table, Work work, uint32_t first, uint64_t numel, double scale);
     void (*check)(MessageTable table, StatusTable statuses, Work work, uint32_t first);
-    void (*apply)(MessageTable table, ArrayTable targets, Work work, uint32_t first, Part part, uint64_t begin,
-                  uint64_t end, uint64_t window_elements, double scale);
+    void (*apply)(ByteSource source, ArrayTable targets, Work work, uint32_t index, Part part, uint64_t begin,
+                  uint64_t end, double scale);
 };
 const ApplyKernels& apply_kernels();
 

@@ -104,10 +104,6 @@ struct ByteSource {
     }
     // Return at least 57 bits from `bit` on.
     GRADWIRE_HD uint64_t bits_at(uint64_t bit) const { return word_at(bit >> 3) >> (bit & 7); }
-    // Return 64 bits from `bit` on.
-    GRADWIRE_HD uint64_t word_at_bit(uint64_t bit) const {
-        return (bits_at(bit) & low_bits(56)) | bits_at(bit + 56) << 56;
-    }
 
   private:
     // Reads up to four bytes beyond the eight.
@@ -126,6 +122,30 @@ struct ByteSource {
         return word;
 #endif
     }
+};
+
+// Reads fields of at most 57 bits, one after the other, with few loads.
+class BitReader {
+  public:
+    GRADWIRE_HD BitReader(const ByteSource& source, uint64_t bit) : source_(source), bit_(bit) {}
+
+    GRADWIRE_HD uint64_t next(unsigned bits) {
+        if (left_ < bits) {
+            word_ = source_.bits_at(bit_);
+            left_ = 57;
+        }
+        const uint64_t value = word_ & low_bits(bits);
+        word_ >>= bits;
+        left_ -= bits;
+        bit_ += bits;
+        return value;
+    }
+
+  private:
+    const ByteSource& source_;
+    uint64_t bit_;
+    uint64_t word_ = 0;
+    unsigned left_ = 0;
 };
 
 }  // namespace gradwire::cuda

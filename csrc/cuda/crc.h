@@ -39,10 +39,11 @@ GRADWIRE_HD inline uint32_t shift_bytes(const ShiftPowers& powers, uint32_t crc,
     return crc;
 }
 
-// Return the remainder of `count` bytes from `from` on, with the header's checksum taken as zero.
+// Return the remainder of `count` bytes from `from` on, with the header's checksum taken as zero. The message begins
+// with the register's initial ones.
 GRADWIRE_HD inline uint32_t crc_of_slice(const Crc4Tables& tables, const ByteSource& message, uint64_t from,
                                          uint64_t count) {
-    uint32_t crc = 0;
+    uint32_t crc = from == 0 ? ~uint32_t{0} : 0;
     uint64_t i = 0;
     for (; i + 4 <= count; i += 4) {
         const uint32_t word = from + i == kCrcAt ? 0 : static_cast<uint32_t>(message.word_at(from + i));
@@ -80,7 +81,7 @@ GRADWIRE_HD inline uint32_t finish_crc(const Crc4Tables& tables, const ShiftPowe
     const uint64_t whole = message.size / kCrcSlice * kCrcSlice;
     const uint32_t slices = shift_bytes(powers, sum, message.size - whole);
     const uint32_t tail = crc_of_slice(tables, message, whole, message.size - whole);
-    return ~(shift_bytes(powers, ~uint32_t{0}, message.size) ^ slices ^ tail);
+    return ~(slices ^ tail);
 }
 
 }  // namespace gradwire::cuda

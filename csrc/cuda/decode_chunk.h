@@ -2,8 +2,9 @@
 // target.
 //
 // Each thread decodes 32 quotient bits. The quotient of the i-th listed element ends with the one at bit T, so the
-// element's position is ((T - i) << k) + (sum of the remainders up to element i) + i; scans give i and the sum. Every
-// read stays inside the message and every write inside the window, even if the bytes have changed since the check.
+// element's position is ((T - i) << k) + (sum of the remainders up to element i) + i; scans give i and the sum. A
+// thread's remainders and signs are one run each. Every read stays inside the message and every write inside the
+// window, even if the bytes have changed since the check.
 #pragma once
 
 #include "../common/partition.h"
@@ -12,7 +13,8 @@
 
 namespace gradwire::cuda {
 
-inline constexpr unsigned kQuotientBits = 32;  // per thread and round
+inline constexpr unsigned kQuotientBits = 32;  // per thread and round, at most as many as signs that one load holds
+inline constexpr unsigned kTogether = 4;       // elements that a thread changes at a time
 
 // The shape and the streams of a chunk, from its entry.
 struct OpenChunk {
@@ -42,65 +44,84 @@ struct OpenChunk {
     }
     GRADWIRE_HD uint64_t remainder_at(const ByteSource& stream, uint64_t index) const {
         if (shape.rice == 0) return 0;
-        return stream.word_at_bit(remainder_bit + index * shape.rice) & low_bits(shape.rice);
+        return stream.bits_at(remainder_bit + index * shape.rice) & low_bits(shape.rice);
     }
 };
 
-// The totals before a round of kThreads * kQuotientBits bits.
+// The totals before a round of kThreads * kQuotientBits bits, or before a thread's bits.
 struct DecodedBefore {
     uint64_t at;          // quotient bits
     uint64_t listed;      // elements
     uint64_t remainders;  // their sum
-    uint64_t reach;       // one after the last of them
+    uint64_t reach;       // one after the last of them, where it is asked for
 };
 
-// Call visit(i, position, reach before it) for every listed element, from any thread; positions are counted from the
-// start of the chunk. Stop after the round that reaches element `stop`. Return the totals.
-template <class Team, class Visit>
-GRADWIRE_TEAM DecodedBefore decode_listed(Team& team, const ByteSource& stream, const OpenChunk& chunk, uint64_t stop,
-                                          Visit visit) {
+// Call visit(DecodedBefore, bits) for every thread's quotient bits in which listed elements end; there may be more ones
+// than are left of the listed elements. Return the totals.
+template <bool kReach, class Team, class Visit>
+GRADWIRE_TEAM DecodedBefore decode_listed(Team& team, const ByteSource& stream, const OpenChunk& chunk, Visit visit) {
     const unsigned rice = chunk.shape.rice;
     DecodedBefore round{0, 0, 0, 0};
-    while (round.at < chunk.quotient_bits && round.listed < chunk.shape.listed && round.reach < stop) {
-        Local<Team, uint64_t> ones, sums, reach;
+    while (round.at < chunk.quotient_bits && round.listed < chunk.shape.listed) {
+        Local<Team, uint64_t> bits, ones, sums, reach;
         team.each([&](unsigned thread) {
-            ones[thread] = popcount(chunk.quotients_at(stream, round.at + thread * kQuotientBits));
+            bits[thread] = chunk.quotients_at(stream, round.at + thread * kQuotientBits);
+            ones[thread] = popcount(bits[thread]);
         });
         const uint64_t all_ones = exclusive_sum(team, ones);
-        team.each([&](unsigned thread) {
+        const auto own = [&](unsigned thread) {
             const uint64_t from = round.listed + ones[thread];
-            const unsigned own = popcount(chunk.quotients_at(stream, round.at + thread * kQuotientBits));
-            sums[thread] = 0;
-            for (unsigned i = 0; i < own && from + i < chunk.shape.listed; ++i)
-                sums[thread] += chunk.remainder_at(stream, from + i);
-        });
-        const uint64_t all_sums = exclusive_sum(team, sums);
-        const auto for_each_one = [&](unsigned thread, auto f) {
-            const uint64_t at = round.at + thread * kQuotientBits;
-            uint64_t i = round.listed + ones[thread];
-            uint64_t sum = round.remainders + sums[thread];
-            for (uint64_t bits = chunk.quotients_at(stream, at); bits != 0 && i < chunk.shape.listed;
-                 bits &= bits - 1, ++i) {
-                sum += chunk.remainder_at(stream, i);
-                f(i, ((at + trailing_zeros(bits) - i) << rice) + sum + i);
-            }
+            const uint64_t left = from < chunk.shape.listed ? chunk.shape.listed - from : 0;
+            const unsigned all = popcount(bits[thread]);
+            return all < left ? all : static_cast<unsigned>(left);
         };
+        uint64_t all_sums = 0, all_reach = 0;
         team.each([&](unsigned thread) {
-            reach[thread] = 0;
-            for_each_one(thread, [&](uint64_t, uint64_t position) { reach[thread] = position + 1; });
+            sums[thread] = 0;
+            if (rice == 0) return;
+            BitReader remainders(stream, chunk.remainder_bit + (round.listed + ones[thread]) * rice);
+            for (unsigned i = own(thread); i > 0; --i) sums[thread] += remainders.next(rice);
         });
-        const uint64_t all_reach = team.exclusive_scan(reach, uint64_t{0}, Most{});
-        team.each([&](unsigned thread) {
-            uint64_t before = reach[thread] > round.reach ? reach[thread] : round.reach;
-            for_each_one(thread, [&](uint64_t i, uint64_t position) {
-                visit(i, position, before);
-                before = position + 1;
+        if constexpr (kReach) team.each([&](unsigned thread) { reach[thread] = sums[thread]; });
+        if (rice > 0) all_sums = exclusive_sum(team, sums);
+        if constexpr (kReach) {
+            team.each([&](unsigned thread) {
+                const uint64_t remainders = round.remainders + sums[thread] + reach[thread];
+                const unsigned count = own(thread);
+                reach[thread] = 0;
+                if (count == 0) return;
+                const uint64_t i = round.listed + ones[thread] + count - 1;
+                const uint64_t at = round.at + thread * kQuotientBits + nth_bit(bits[thread], count - 1);
+                reach[thread] = ((at - i) << rice) + remainders + i + 1;
             });
+            all_reach = team.exclusive_scan(reach, uint64_t{0}, Most{});
+        }
+        team.each([&](unsigned thread) {
+            if (bits[thread] == 0) return;
+            uint64_t reached = 0;
+            if constexpr (kReach) reached = reach[thread] > round.reach ? reach[thread] : round.reach;
+            visit({round.at + thread * kQuotientBits, round.listed + ones[thread], round.remainders + sums[thread],
+                   reached},
+                  bits[thread]);
         });
         round = {round.at + Team::kThreads * kQuotientBits, round.listed + all_ones, round.remainders + all_sums,
                  all_reach > round.reach ? all_reach : round.reach};
     }
     return round;
+}
+
+// Call visit(i, position) for the listed elements of a thread; positions are counted from the start of the chunk.
+template <class Visit>
+GRADWIRE_HD void for_listed(const ByteSource& stream, const OpenChunk& chunk, const DecodedBefore& before,
+                            uint64_t bits, Visit visit) {
+    const unsigned rice = chunk.shape.rice;
+    BitReader remainders(stream, chunk.remainder_bit + before.listed * rice);
+    uint64_t sum = before.remainders;
+    uint64_t i = before.listed;
+    for (; bits != 0 && i < chunk.shape.listed; bits &= bits - 1, ++i) {
+        if (rice > 0) sum += remainders.next(rice);
+        visit(i, ((before.at + trailing_zeros(bits) - i) << rice) + sum + i);
+    }
 }
 
 // Check the streams of a chunk, as validate_payload in message.cpp does.
@@ -142,22 +163,48 @@ class Window {
 
     // Add `amount`, rounded once to the target's type. Elements outside the window are ignored.
     GRADWIRE_HD void add(uint64_t element, double amount) const {
-        if (element < begin || element >= end) return;
-        const uint64_t whole = element_of_whole(part_, element);
-        unsigned array = array_;
-        while (targets_.arrays[array].end <= whole) ++array;
-        void* data = targets_.arrays[array].data;
-        const uint64_t at = whole - targets_.first_of(array);
-        if (static_cast<Dtype>(targets_.dtypes[array]) == Dtype::kFloat64)
-            static_cast<double*>(data)[at] += amount;
-        else
-            static_cast<float*>(data)[at] += static_cast<float>(amount);
+        const Place to = place_of(element);
+        if (to.wide) *to.wide += amount;
+        if (to.narrow) *to.narrow += static_cast<float>(amount);
+    }
+
+    // Add +-quantum to different elements: bit i of `minus` is the sign of element i. The loads do not wait for each
+    // other, as they would in a loop of additions.
+    GRADWIRE_HD void add_all(const uint64_t (&elements)[kTogether], uint64_t minus, float quantum) const {
+        Place to[kTogether];
+        float narrow[kTogether];
+        for (unsigned i = 0; i < kTogether; ++i) {
+            to[i] = place_of(elements[i]);
+            narrow[i] = to[i].narrow ? *to[i].narrow : 0;
+        }
+        for (unsigned i = 0; i < kTogether; ++i) {
+            const float amount = minus >> i & 1 ? -quantum : quantum;
+            if (to[i].narrow) *to[i].narrow = narrow[i] + amount;
+            if (to[i].wide) *to[i].wide += static_cast<double>(amount);
+        }
     }
 
     const uint64_t begin;
     const uint64_t end;
 
   private:
+    struct Place {
+        float* narrow;
+        double* wide;  // one of them, or none outside the window
+    };
+
+    GRADWIRE_HD Place place_of(uint64_t element) const {
+        if (element < begin || element >= end) return {nullptr, nullptr};
+        const uint64_t whole = element_of_whole(part_, element);
+        unsigned array = array_;
+        while (targets_.arrays[array].end <= whole) ++array;
+        void* data = targets_.arrays[array].data;
+        const uint64_t at = whole - targets_.first_of(array);
+        if (static_cast<Dtype>(targets_.dtypes[array]) == Dtype::kFloat64)
+            return {nullptr, static_cast<double*>(data) + at};
+        return {static_cast<float*>(data) + at, nullptr};
+    }
+
     const ArrayTable& targets_;
     const Part part_;
     const unsigned array_;
@@ -167,30 +214,42 @@ class Window {
 template <class Team>
 GRADWIRE_TEAM void apply_chunk(Team& team, const ByteSource& stream, const OpenChunk& chunk, float quantum,
                                const Window& window) {
-    const uint64_t from = window.begin > chunk.begin ? window.begin - chunk.begin : 0;
-    const uint64_t to = window.end - chunk.begin < chunk.shape.span ? window.end - chunk.begin : chunk.shape.span;
-    if (from >= to) return;
-    const auto add = [&](uint64_t position, uint64_t sign) {
-        const bool minus = stream.bits_at(chunk.sign_bit + sign) & 1;
-        window.add(chunk.begin + position, static_cast<double>(minus ? -quantum : quantum));
-    };
     if (!chunk.shape.inverted) {
-        decode_listed(team, stream, chunk, to, [&](uint64_t i, uint64_t position, uint64_t) {
-            if (position >= from && position < to) add(position, i);
+        decode_listed<false>(team, stream, chunk, [&](const DecodedBefore& before, uint64_t bits) {
+            uint64_t signs = stream.bits_at(chunk.sign_bit + before.listed);
+            // The last ones, shifted: registers have no index at run time.
+            uint64_t elements[kTogether] = {};
+            unsigned count = 0;
+            const auto add = [&](uint64_t element) {
+                for (unsigned i = 1; i < kTogether; ++i) elements[i - 1] = elements[i];
+                elements[kTogether - 1] = element;
+                if (++count < kTogether) return;
+                window.add_all(elements, signs, quantum);
+                signs >>= kTogether;
+                count = 0;
+            };
+            for_listed(stream, chunk, before, bits, [&](uint64_t, uint64_t position) { add(chunk.begin + position); });
+            while (count > 0) add(UINT64_MAX);  // outside the window
         });
         return;
     }
-    // The elements between two listed ones have changed.
-    const auto add_run = [&](uint64_t begin, uint64_t end, uint64_t listed, uint64_t first, uint64_t step) {
-        for (uint64_t p = (begin > from ? begin : from) + first; p < (end < to ? end : to); p += step)
-            add(p, p - listed);
+    const auto add = [&](uint64_t position, uint64_t minus) {
+        window.add(chunk.begin + position, static_cast<double>(minus ? -quantum : quantum));
     };
-    const DecodedBefore all =
-        decode_listed(team, stream, chunk, to,
-                      [&](uint64_t i, uint64_t position, uint64_t reach) { add_run(reach, position, i, 0, 1); });
+    // The elements between two listed ones have changed. A malformed position may lie beyond the chunk.
+    const auto clipped = [&](uint64_t position) { return position < chunk.shape.span ? position : chunk.shape.span; };
+    const DecodedBefore all = decode_listed<true>(team, stream, chunk, [&](const DecodedBefore& before, uint64_t bits) {
+        uint64_t reach = before.reach;
+        for_listed(stream, chunk, before, bits, [&](uint64_t i, uint64_t position) {
+            BitReader signs(stream, chunk.sign_bit + reach - i);
+            for (uint64_t p = reach; p < clipped(position); ++p) add(p, signs.next(1));
+            reach = position + 1;
+        });
+    });
     team.each([&](unsigned thread) {
-        if (all.listed >= chunk.shape.listed)
-            add_run(all.reach, chunk.shape.span, chunk.shape.listed, thread, Team::kThreads);
+        if (all.listed < chunk.shape.listed) return;
+        for (uint64_t p = all.reach + thread; p < chunk.shape.span; p += Team::kThreads)
+            add(p, stream.bits_at(chunk.sign_bit + p - chunk.shape.listed) & 1);
     });
 }
 
@@ -202,12 +261,14 @@ GRADWIRE_HD void add_dense(const ByteSource& payload, uint64_t element, double s
     window.add(element, scale * to_scalar<double>(value));
 }
 
-// Add the values of a dense message in the window, times `scale`.
+// Add the values of a dense message in the window, times `scale`: the share of team `block` of `blocks`.
 template <class Team>
-GRADWIRE_TEAM void apply_dense(Team& team, const ByteSource& payload, DenseType dtype, double scale,
-                               const Window& window) {
+GRADWIRE_TEAM void apply_dense(Team& team, unsigned block, unsigned blocks, const ByteSource& payload, DenseType dtype,
+                               double scale, const Window& window) {
     team.each([&](unsigned thread) {
-        for (uint64_t i = window.begin + thread; i < window.end; i += Team::kThreads) switch (dtype) {
+        for (uint64_t i = window.begin + uint64_t{block} * Team::kThreads + thread; i < window.end;
+             i += uint64_t{blocks} * Team::kThreads)
+            switch (dtype) {
                 case DenseType::kFloat32: add_dense<float>(payload, i, scale, window); break;
                 case DenseType::kFloat64: add_dense<double>(payload, i, scale, window); break;
                 case DenseType::kBfloat16: add_dense<Bfloat16>(payload, i, scale, window); break;
@@ -216,24 +277,30 @@ GRADWIRE_TEAM void apply_dense(Team& team, const ByteSource& payload, DenseType 
     });
 }
 
-// Apply one message to one window. Chunks outside the window are skipped.
+// Apply one message to elements [begin, end): the chunks of team `block` of `blocks`.
 template <class Team>
-GRADWIRE_TEAM void apply_message(Team& team, const ByteSource& source, const ReadMessage& message,
-                                 const ChunkEntry* entries, double scale, const Window& window) {
+GRADWIRE_TEAM void apply_message(Team& team, unsigned block, unsigned blocks, const ByteSource& source,
+                                 const ReadMessage& message, const ChunkEntry* entries, double scale,
+                                 const ArrayTable& targets, const Part& part, uint64_t begin, uint64_t end) {
     const ByteSource payload{source.bytes + kHeaderBytes, message.payload_bytes};
-    if (message.kind == Kind::kDense) return apply_dense(team, payload, message.dtype, scale, window);
+    if (message.kind == Kind::kDense)
+        return apply_dense(team, block, blocks, payload, message.dtype, scale, Window(targets, part, begin, end));
     const ByteSource stream{payload.bytes + message.directory_bytes, message.payload_bytes - message.directory_bytes};
     const float quantum = quantum_of(message, scale);
-    uint64_t low = 0;  // the last chunk that begins at or before the window's begin
-    for (uint64_t high = message.chunks; high - low > 1;) {
+    uint64_t low = 0;  // the last chunk that begins at or before `begin`
+    for (uint64_t high = begin > 0 ? message.chunks : 1; high - low > 1;) {
         const uint64_t middle = (low + high) / 2;
-        if (entries[middle].begin <= window.begin)
+        if (entries[middle].begin <= begin)
             low = middle;
         else
             high = middle;
     }
-    for (uint64_t i = low; i < message.chunks && entries[i].begin < window.end; ++i)
-        apply_chunk(team, stream, OpenChunk(message, entries[i], i), quantum, window);
+    for (uint64_t i = low + block; i < message.chunks && entries[i].begin < end; i += blocks) {
+        const OpenChunk chunk(message, entries[i], i);
+        const uint64_t from = chunk.begin > begin ? chunk.begin : begin;
+        const uint64_t to = chunk.begin + chunk.shape.span < end ? chunk.begin + chunk.shape.span : end;
+        if (from < to) apply_chunk(team, stream, chunk, quantum, Window(targets, part, from, to));
+    }
 }
 
 }  // namespace gradwire::cuda

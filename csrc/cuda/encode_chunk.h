@@ -1,9 +1,9 @@
 // Pass 2 over one chunk, by one block: first for the chunk's size, then for its bits.
 //
-// The words of the chunk are cut into units of 2^s words, with s such that there are about as many units as threads: a
-// thread processes many words of which few are listed, or one or two where much changed. Scans over the units give what
-// precedes each: the listed and changed elements, the last listed element, and the sum of the quotients. The bits of a
-// thread are therefore one run in each of the three streams.
+// The words of the chunk are cut into as many units as there are threads, or into more where these would be very long:
+// a thread processes many words of which few are listed, or one or two where much changed. Scans over the units give
+// what precedes each: the listed and changed elements, the last listed element, and the sum of the quotients. The bits
+// of a thread are therefore one run in each of the three streams.
 #pragma once
 
 #include "../common/format.h"
@@ -72,18 +72,19 @@ struct Unit {
 };
 
 struct Units {
-    uint64_t first_word, stop_word;
-    unsigned shift;
+    static constexpr uint64_t kMostWords = 256;
+    uint64_t first_word, stop_word, each;
 
     GRADWIRE_HD Units(uint64_t begin, uint64_t end, unsigned threads)
-        : first_word(begin / kWordElements), stop_word((end + kWordElements - 1) / kWordElements), shift(0) {
-        while (shift < 8 && (stop_word - first_word) >> (shift + 1) >= threads) ++shift;
+        : first_word(begin / kWordElements), stop_word((end + kWordElements - 1) / kWordElements) {
+        const uint64_t equal = (stop_word - first_word + threads - 1) / threads;
+        each = equal < 1 ? 1 : equal < kMostWords ? equal : kMostWords;
     }
-    GRADWIRE_HD uint64_t count() const { return (stop_word - first_word + (uint64_t{1} << shift) - 1) >> shift; }
+    GRADWIRE_HD uint64_t count() const { return (stop_word - first_word + each - 1) / each; }
     // Return an empty unit beyond the last.
     GRADWIRE_HD Unit at(uint64_t index) const {
-        const uint64_t from = first_word + (index << shift);
-        const uint64_t to = from + (uint64_t{1} << shift);
+        const uint64_t from = first_word + index * each;
+        const uint64_t to = from + each;
         return {from < stop_word ? from : stop_word, to < stop_word ? to : stop_word};
     }
 };

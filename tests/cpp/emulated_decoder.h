@@ -32,8 +32,10 @@ class EmulatedDecoder {
 
     // Add to elements [begin, end) of the targets, whether or not the message is valid.
     void apply(const gradwire::cuda::ArrayTable& targets, uint64_t begin, uint64_t end) {
-        const gradwire::cuda::Window window(targets, {gradwire::undivided(end), 0}, begin, end);
-        apply_message(block_, source_, message, entries_.get(), scale_, window);
+        constexpr unsigned kBlocks = 3;
+        for (unsigned block = 0; block < kBlocks; ++block)
+            apply_message(block_, block, kBlocks, source_, message, entries_.get(), scale_, targets,
+                          {gradwire::undivided(end), 0}, begin, end);
     }
 
     gradwire::cuda::ReadMessage message;

@@ -240,7 +240,8 @@ def hooked(where: str, dtype: str, momentum: float, other: list[bytes]) -> tuple
         if other and where == "cuda" and step not in (0, 4):  # the first makes the encoders
             own, others = len(gather.payloads[-1]), len(other[step])  # type: ignore[attr-defined]
             assert copied[-1] + own <= 1.2 * (own + others)
-        averages.append(flat([buffer.to(host_torch.float32)]))
+        # Host and device spell NaN with other bits.
+        averages.append(flat([buffer.to(host_torch.float32).nan_to_num_(nan=1e30)]))
     assert state.stats.skipped_steps == 1
     saved = state.state_dict()["residuals"]["parameters"]
     left = [
