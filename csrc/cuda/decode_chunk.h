@@ -13,8 +13,7 @@
 
 namespace gradwire::cuda {
 
-inline constexpr unsigned kQuotientBits = 32;  // per thread and round, at most as many as signs that one load holds
-inline constexpr unsigned kTogether = 4;       // elements that a thread changes at a time
+inline constexpr unsigned kQuotientBits = 32;  // per thread and round
 
 // The shape and the streams of a chunk, from its entry.
 struct OpenChunk {
@@ -162,49 +161,24 @@ class Window {
         : begin(from), end(to), targets_(targets), part_(part), array_(targets.find(element_of_whole(part, from))) {}
 
     // Add `amount`, rounded once to the target's type. Elements outside the window are ignored.
-    GRADWIRE_HD void add(uint64_t element, double amount) const {
-        const Place to = place_of(element);
-        if (to.wide) *to.wide += amount;
-        if (to.narrow) *to.narrow += static_cast<float>(amount);
-    }
-
-    // Add +-quantum to different elements: bit i of `minus` is the sign of element i. The loads do not wait for each
-    // other, as they would in a loop of additions.
-    GRADWIRE_HD void add_all(const uint64_t (&elements)[kTogether], uint64_t minus, float quantum) const {
-        Place to[kTogether];
-        float narrow[kTogether];
-        for (unsigned i = 0; i < kTogether; ++i) {
-            to[i] = place_of(elements[i]);
-            narrow[i] = to[i].narrow ? *to[i].narrow : 0;
-        }
-        for (unsigned i = 0; i < kTogether; ++i) {
-            const float amount = minus >> i & 1 ? -quantum : quantum;
-            if (to[i].narrow) *to[i].narrow = narrow[i] + amount;
-            if (to[i].wide) *to[i].wide += static_cast<double>(amount);
-        }
-    }
-
-    const uint64_t begin;
-    const uint64_t end;
-
-  private:
-    struct Place {
-        float* narrow;
-        double* wide;  // one of them, or none outside the window
-    };
-
-    GRADWIRE_HD Place place_of(uint64_t element) const {
-        if (element < begin || element >= end) return {nullptr, nullptr};
+    template <class Amount>
+    GRADWIRE_HD void add(uint64_t element, Amount amount) const {
+        if (element < begin || element >= end) return;
         const uint64_t whole = element_of_whole(part_, element);
         unsigned array = array_;
         while (targets_.arrays[array].end <= whole) ++array;
         void* data = targets_.arrays[array].data;
         const uint64_t at = whole - targets_.first_of(array);
         if (static_cast<Dtype>(targets_.dtypes[array]) == Dtype::kFloat64)
-            return {nullptr, static_cast<double*>(data) + at};
-        return {static_cast<float*>(data) + at, nullptr};
+            static_cast<double*>(data)[at] += static_cast<double>(amount);
+        else
+            static_cast<float*>(data)[at] += static_cast<float>(amount);
     }
 
+    const uint64_t begin;
+    const uint64_t end;
+
+  private:
     const ArrayTable& targets_;
     const Part part_;
     const unsigned array_;
@@ -214,28 +188,16 @@ class Window {
 template <class Team>
 GRADWIRE_TEAM void apply_chunk(Team& team, const ByteSource& stream, const OpenChunk& chunk, float quantum,
                                const Window& window) {
+    const auto add = [&](uint64_t position, uint64_t minus) {
+        window.add(chunk.begin + position, minus ? -quantum : quantum);
+    };
     if (!chunk.shape.inverted) {
         decode_listed<false>(team, stream, chunk, [&](const DecodedBefore& before, uint64_t bits) {
-            uint64_t signs = stream.bits_at(chunk.sign_bit + before.listed);
-            // The last ones, shifted: registers have no index at run time.
-            uint64_t elements[kTogether] = {};
-            unsigned count = 0;
-            const auto add = [&](uint64_t element) {
-                for (unsigned i = 1; i < kTogether; ++i) elements[i - 1] = elements[i];
-                elements[kTogether - 1] = element;
-                if (++count < kTogether) return;
-                window.add_all(elements, signs, quantum);
-                signs >>= kTogether;
-                count = 0;
-            };
-            for_listed(stream, chunk, before, bits, [&](uint64_t, uint64_t position) { add(chunk.begin + position); });
-            while (count > 0) add(UINT64_MAX);  // outside the window
+            BitReader signs(stream, chunk.sign_bit + before.listed);
+            for_listed(stream, chunk, before, bits, [&](uint64_t, uint64_t position) { add(position, signs.next(1)); });
         });
         return;
     }
-    const auto add = [&](uint64_t position, uint64_t minus) {
-        window.add(chunk.begin + position, static_cast<double>(minus ? -quantum : quantum));
-    };
     // The elements between two listed ones have changed. A malformed position may lie beyond the chunk.
     const auto clipped = [&](uint64_t position) { return position < chunk.shape.span ? position : chunk.shape.span; };
     const DecodedBefore all = decode_listed<true>(team, stream, chunk, [&](const DecodedBefore& before, uint64_t bits) {
