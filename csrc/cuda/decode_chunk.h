@@ -62,7 +62,8 @@ GRADWIRE_TEAM DecodedBefore decode_listed(Team& team, const ByteSource& stream, 
     const unsigned rice = chunk.shape.rice;
     DecodedBefore round{0, 0, 0, 0};
     while (round.at < chunk.quotient_bits && round.listed < chunk.shape.listed) {
-        Local<Team, uint64_t> bits, ones, sums, reach;
+        Local<Team, uint64_t> bits, ones, sums;
+        Local<Team, uint64_t> reach;  // at first the thread's own sum
         team.each([&](unsigned thread) {
             bits[thread] = chunk.quotients_at(stream, round.at + thread * kQuotientBits);
             ones[thread] = popcount(bits[thread]);
