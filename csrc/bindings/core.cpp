@@ -11,6 +11,7 @@
 #include "../cpu/kernels.h"
 #include "../dense.h"
 #include "../encoder.h"
+#include "../half_precision.h"
 #include "errors.h"
 #include "exclusive.h"
 #include "parts.h"
@@ -274,6 +275,29 @@ Message dense(const py::object& values, const std::string& dtype, uint32_t key, 
     return Message(encode_dense(parts, type, key, step));
 }
 
+void add_moved_params(const py::object& copies, const py::object& params, int64_t threads) {
+    const HostArrays targets(copies, "copies");
+    const HostArrays halves(params, "params");
+    targets.require_targets();
+    const std::vector<Array> floats = targets.targets();
+    const std::vector<ConstArray> values = halves.updates();
+    const auto are_of_one_size = [](const Array& copy, const ConstArray& param) { return copy.numel == param.numel; };
+    if (!std::equal(floats.begin(), floats.end(), values.begin(), values.end(), are_of_one_size))
+        throw py::value_error("copies and params must be arrays of the same sizes");
+    std::vector<HalfArray> pairs;
+    for (size_t i = 0; i < floats.size(); ++i) {
+        const Array& copy = floats[i];
+        const bool is_half = values[i].dtype == Dtype::kFloat16 || values[i].dtype == Dtype::kBfloat16;
+        if (copy.dtype != Dtype::kFloat32 || !is_half)
+            throw py::type_error("copies must be float32, and params float16 or bfloat16");
+        halves.require_apart(copy.data, copy.numel * bytes_per_element(copy.dtype), "the copies");
+        pairs.push_back({values[i].data, static_cast<float*>(copy.data), copy.numel, values[i].dtype});
+    }
+    const unsigned count = checked_threads(threads);
+    const py::gil_scoped_release release;
+    add_moved(pairs, count);
+}
+
 uint64_t max_message_bytes(uint64_t numel, bool dense, const std::string& dtype) {
     if (numel > kMaxNumel) throw py::value_error("numel is " + std::to_string(numel) + ", must be at most 2^48");
     if (!dense) return max_ternary_bytes(numel);
@@ -304,6 +328,7 @@ void register_apply(py::module_& module) {
     module.def("apply_with_momentum", &apply_with_momentum_to, py::arg("messages"), py::arg("target"),
                py::arg("velocity"), py::arg("momentum"), py::arg("scale"), py::arg("second"), py::arg("own"),
                py::arg("threads"));
+    module.def("add_moved", &add_moved_params, py::arg("copies"), py::arg("params"), py::arg("threads"));
     module.def("decode", &decode, py::arg("message"));
     module.def("dense", &dense, py::arg("values"), py::arg("dtype"), py::arg("key"), py::arg("step"));
     module.def("max_message_bytes", &max_message_bytes, py::arg("numel"), py::arg("dense") = false,

@@ -130,6 +130,9 @@ template <class Residual>
 using KeepWordFunction = MaskWord (*)(Residual* values, MaskWord word, Levels<Residual> raised, Residual next,
                                       uint64_t* ties);
 
+// copy[i] += params[i] - copy[i], rounded to the type of `params`.
+using AddMovedFunction = void (*)(float* copy, const void* params, uint64_t numel);
+
 using Crc32cFunction = uint32_t (*)(uint32_t crc, const uint8_t* bytes, uint64_t size);
 
 // The kernels of one type of residuals and targets.
@@ -149,6 +152,7 @@ struct Kernels {
     const char* name;
     ValueKernels<float> float32;
     ValueKernels<double> float64;
+    AddMovedFunction add_moved[kDtypes];  // by the Dtype of `params`; null except for half precision
     SkipChangedFunction skip_changed;
     EncodeChunkFunction encode_chunk;
     SumChunkFunction sum_chunk;

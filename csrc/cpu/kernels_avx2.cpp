@@ -15,6 +15,7 @@ struct Lanes32 {
     static void store(float* to, Vector value) { _mm256_storeu_ps(to, value); }
     static Vector broadcast(float value) { return _mm256_set1_ps(value); }
     static Vector add(Vector a, Vector b) { return _mm256_add_ps(a, b); }
+    static Vector subtract(Vector a, Vector b) { return _mm256_sub_ps(a, b); }
     static Vector magnitude(Vector value) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0F), value); }
     static Flags no_flags() { return _mm256_setzero_si256(); }
     static void note_nonfinite(Flags& flags, Vector value) {
@@ -90,12 +91,21 @@ struct Avx2Isa {
         static __m256 load(const Half* from) {
             return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
         }
+        static __m256 rounded(__m256 value) {
+            return _mm256_cvtph_ps(_mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+        }
     };
     struct Bfloat16To32 {
         using Scalar = Bfloat16;
         static __m256 load(const Bfloat16* from) {
             const __m128i narrow = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
             return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(narrow), 16));
+        }
+        static __m256 rounded(__m256 value) {
+            const __m256i bits = _mm256_castps_si256(value);
+            const __m256i last = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+            const __m256i sum = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), last);
+            return _mm256_castsi256_ps(_mm256_and_si256(sum, _mm256_set1_epi32(-0x10000)));
         }
     };
     struct Float32To64 {

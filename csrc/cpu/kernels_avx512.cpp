@@ -15,6 +15,7 @@ struct Lanes32 {
     static void store(float* to, Vector value) { _mm512_storeu_ps(to, value); }
     static Vector broadcast(float value) { return _mm512_set1_ps(value); }
     static Vector add(Vector a, Vector b) { return _mm512_add_ps(a, b); }
+    static Vector subtract(Vector a, Vector b) { return _mm512_sub_ps(a, b); }
     static Flags no_flags() { return 0; }
     // 0x99: quiet NaN, +infinity, -infinity, signalling NaN
     static void note_nonfinite(Flags& flags, Vector value) { flags |= _mm512_fpclass_ps_mask(value, 0x99); }
@@ -78,12 +79,21 @@ struct Avx512Isa {
         static __m512 load(const Half* from) {
             return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
         }
+        static __m512 rounded(__m512 value) {
+            return _mm512_cvtph_ps(_mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+        }
     };
     struct Bfloat16To32 {
         using Scalar = Bfloat16;
         static __m512 load(const Bfloat16* from) {
             const __m256i narrow = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
             return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
+        }
+        static __m512 rounded(__m512 value) {
+            const __m512i bits = _mm512_castps_si512(value);
+            const __m512i last = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+            const __m512i sum = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), last);
+            return _mm512_castsi512_ps(_mm512_and_si512(sum, _mm512_set1_epi32(-0x10000)));
         }
     };
     struct Float32To64 {

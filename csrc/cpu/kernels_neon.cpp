@@ -15,6 +15,7 @@ struct Lanes32 {
     static void store(float* to, Vector value) { vst1q_f32(to, value); }
     static Vector broadcast(float value) { return vdupq_n_f32(value); }
     static Vector add(Vector a, Vector b) { return vaddq_f32(a, b); }
+    static Vector subtract(Vector a, Vector b) { return vsubq_f32(a, b); }
     static Flags no_flags() { return vdupq_n_u32(0); }
     static void note_nonfinite(Flags& flags, Vector value) {
         const uint32x4_t magnitude = vreinterpretq_u32_f32(vabsq_f32(value));
@@ -96,10 +97,17 @@ struct NeonIsa {
     struct HalfTo32 {
         using Scalar = Half;
         static float32x4_t load(const Half* from) { return load_half(from); }
+        static float32x4_t rounded(float32x4_t value) { return vcvt_f32_f16(vcvt_f16_f32(value)); }
     };
     struct Bfloat16To32 {
         using Scalar = Bfloat16;
         static float32x4_t load(const Bfloat16* from) { return load_bfloat16(from); }
+        static float32x4_t rounded(float32x4_t value) {
+            const uint32x4_t bits = vreinterpretq_u32_f32(value);
+            const uint32x4_t last = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+            const uint32x4_t sum = vaddq_u32(vaddq_u32(bits, vdupq_n_u32(0x7fff)), last);
+            return vreinterpretq_f32_u32(vandq_u32(sum, vdupq_n_u32(0xffff0000U)));
+        }
     };
     struct Float32To64 {
         using Scalar = float;

@@ -14,6 +14,7 @@ struct ScalarLanes {
     static void store(Scalar* to, Vector value) { *to = value; }
     static Vector broadcast(Scalar value) { return value; }
     static Vector add(Vector a, Vector b) { return a + b; }
+    static Vector subtract(Vector a, Vector b) { return a - b; }
     static Flags no_flags() { return false; }
     static void note_nonfinite(Flags& flags, Vector value) { flags |= !is_finite(value); }
     static bool any_nonfinite(Flags flags) { return flags; }
@@ -34,12 +35,17 @@ struct ScalarLoad {
     static To load(const From* from) { return to_scalar<To>(*from); }
 };
 
+template <class From>
+struct ScalarHalf : ScalarLoad<From, float> {
+    static float rounded(float value) { return rounded_to(From{}, value); }
+};
+
 struct ScalarIsa {
     using Lanes32 = ScalarLanes<float>;
     using Lanes64 = ScalarLanes<double>;
     using Float32To32 = ScalarLoad<float, float>;
-    using HalfTo32 = ScalarLoad<Half, float>;
-    using Bfloat16To32 = ScalarLoad<Bfloat16, float>;
+    using HalfTo32 = ScalarHalf<Half>;
+    using Bfloat16To32 = ScalarHalf<Bfloat16>;
     using Float32To64 = ScalarLoad<float, double>;
     using Float64To64 = ScalarLoad<double, double>;
     using HalfTo64 = ScalarLoad<Half, double>;

@@ -5,12 +5,14 @@
 #include "decode_chunk.h"
 #include "encode_chunk.h"
 #include "extract.h"
+#include "half_precision.h"
 #include "select.h"
 
 namespace gradwire {
 namespace {
 
-// `Isa` names the vector types: Lanes32, Lanes64, and the loads of updates in both widths.
+// `Isa` names the vector types: Lanes32, Lanes64, the loads of updates in both widths, and the rounding to half
+// precision.
 template <class Isa>
 constexpr Kernels make_kernels(const char* name) {
     using F = typename Isa::Lanes32;
@@ -35,6 +37,7 @@ constexpr Kernels make_kernels(const char* name) {
              add_to_word<D>,
              count_bins<D>,
              keep_word<D>},
+            {nullptr, nullptr, nullptr, add_moved<F, typename Isa::HalfTo32>, add_moved<F, typename Isa::Bfloat16To32>},
             skip_changed,
             encode_chunk,
             sum_chunk,

@@ -11,7 +11,8 @@ import pytest
 torch: Any = pytest.importorskip("torch", reason="torch is not installed")
 
 import gradwire as gw  # noqa: E402
-from gradwire.torch.staging import _BLOCK_NUMEL, Staging  # noqa: E402
+from gradwire import _core  # noqa: E402
+from gradwire.torch.staging import _THREAD_NUMEL, Staging  # noqa: E402
 
 from .places import (  # noqa: E402
     AS_PLAIN,
@@ -27,7 +28,7 @@ from .test_optimizer import flat, model, same_bits, train  # noqa: E402
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("no_launcher")]
 
 
-@pytest.mark.parametrize("numel", [0, 1, _BLOCK_NUMEL, 2 * _BLOCK_NUMEL + 5])
+@pytest.mark.parametrize("numel", [0, 1, 70, 2 * _THREAD_NUMEL + 5])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_half_keeps_the_bits_that_it_has_rounded_off(numel: int, dtype: Any) -> None:
     torch.manual_seed(numel)
@@ -43,6 +44,52 @@ def test_a_half_keeps_the_bits_that_it_has_rounded_off(numel: int, dtype: Any) -
     assert staging.fetch_moved() is memory
     assert torch.equal(memory, expected)
     assert torch.equal(memory[tensor == stored], before[tensor == stored])
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_half_moves_its_memory_as_torch_does_to_the_bit(dtype: Any) -> None:
+    torch.manual_seed(1)
+    numel = 1 << 16
+    # Every value of half precision: subnormal, infinite and NaN, too.
+    now = torch.arange(numel).to(torch.int16).view(dtype)
+    any_bits = torch.randint(-(2**31), 2**31, (numel,)).to(torch.int32).view(torch.float32)
+    near = now.float() * (1 + torch.randn(numel) / 256)
+    halfway = (now.float() + now.roll(1).float()) / 2
+    for memory in (any_bits, near, halfway, now.float()):
+        staging = Staging(torch.zeros(numel, dtype=dtype))
+        staging.memory.copy_(memory)
+        staging.tensor.copy_(now)
+        moved = now.float() - memory.to(dtype).float()
+        expected = memory + moved
+        result = staging.fetch_moved()
+        assert torch.equal(result.isnan(), expected.isnan())
+        finite = ~expected.isnan()
+        assert torch.equal(result.view(torch.int32)[finite], expected.view(torch.int32)[finite])
+
+
+@pytest.mark.parametrize(
+    ("copies", "params", "error", "message"),
+    [
+        (torch.zeros(3), torch.zeros(3), TypeError, "params float16 or bfloat16"),
+        (torch.zeros(3).double(), torch.zeros(3).half(), TypeError, "copies must be float32"),
+        (torch.zeros(3), torch.zeros(4).half(), ValueError, "of the same sizes"),
+        (torch.zeros(3), [torch.zeros(3).half()] * 2, ValueError, "of the same sizes"),
+        (torch.zeros(3, 2).T, torch.zeros(2, 3).half(), ValueError, "not C-contiguous"),
+    ],
+)
+def test_arrays_that_are_no_pair_are_refused(
+    copies: Any, params: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        _core.add_moved(copies, params, 1)
+
+
+def test_a_copy_in_the_memory_of_its_parameters_is_refused() -> None:
+    copies = torch.zeros(8)
+    with pytest.raises(ValueError, match="overlaps the copies"):
+        _core.add_moved(copies, copies.view(torch.bfloat16)[:8], 1)
+    assert not copies.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -6,15 +6,19 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+
+from .. import _core
 
 __all__ = ["Staging", "fetch_moved", "local_of", "store", "sum_of", "sums_of"]
 
 _CODED = (torch.float32, torch.float64)
+_HALVES = (torch.bfloat16, torch.float16)
 _KIND = ("dtype", "device", "shape")
 
-# Elements that are converted together: temporary values then stay in the cache, and need no memory of a tensor's size.
-_BLOCK_NUMEL = 1 << 16
+# One thread for so many elements, at most.
+_THREAD_NUMEL = 1 << 20
 # On a device, where many tensors share a launch: what the temporary values of one launch may have.
 _LAUNCH_NUMEL = 1 << 24
 
@@ -60,6 +64,11 @@ class Staging:
     def _make_copy(self) -> None:
         shard = self.tensor
         dtype = shard.dtype if shard.dtype in _CODED else torch.float32
+        if shard.device.type == "cpu":
+            # NumPy asks the system for large pages, without which the first write takes several times as long.
+            memory = np.empty(shard.shape, str(dtype).removeprefix("torch."))
+            self._copy = torch.from_numpy(memory)
+            return
         place = "cpu" if self._moves else shard.device
         empty = shard.new_empty(shard.shape, dtype=dtype, device=place, pin_memory=self._moves)
         self._copy = empty.contiguous()
@@ -182,15 +191,17 @@ class Staging:
         if not self.is_rounded:
             return self.fetch()
         memory = self.memory
-        if self._constants is not None or memory.is_cuda or not self.tensor.is_contiguous():
-            before = memory.clone()
-            rounded = before.to(self.source.dtype).to(before.dtype)
-            return self.fetch().sub_(rounded).add_(before)
-        blocks = [tensor.view(-1).split(_BLOCK_NUMEL) for tensor in (memory, self.tensor)]
-        for before, now in zip(*blocks, strict=True):
-            rounded = before.to(now.dtype).to(before.dtype)
-            before.add_(now.to(before.dtype).sub_(rounded))
-        return memory
+        tensor = self.tensor
+        is_plain = (
+            tensor.dtype in _HALVES and tensor.device.type == "cpu" and tensor.is_contiguous()
+        )
+        if is_plain and self._constants is None:
+            threads = max(1, min(torch.get_num_threads(), tensor.numel() // _THREAD_NUMEL))
+            _core.add_moved(memory, tensor, threads)
+            return memory
+        before = memory.clone()
+        rounded = before.to(tensor.dtype).to(before.dtype)
+        return self.fetch().sub_(rounded).add_(before)
 
     def written(self) -> torch.Tensor:
         """Return a copy of the tensor's values as the memory would have them, which stays as it is."""
