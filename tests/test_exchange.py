@@ -52,8 +52,10 @@ class ScriptedNode:
     def events(self) -> list[Any]:
         return []
 
-    def wait_for_peers(self, count: int, timeout_s: float) -> tuple[Peer, ...]:
-        if len(self.peers) < count:
+    def wait_for_peers(
+        self, count: int, timeout_s: float, until: Callable[[], bool]
+    ) -> tuple[Peer, ...]:
+        if len(self.peers) < count and not until():
             raise TimeoutError(f"{len(self.peers)} of {count} within {timeout_s} s")
         return self.peers
 

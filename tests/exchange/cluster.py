@@ -76,12 +76,15 @@ class FakeNode:
         happened, self.happened = self.happened, []
         return happened
 
-    def wait_for_peers(self, count: int, timeout_s: float) -> tuple[Peer, ...]:
+    def wait_for_peers(
+        self, count: int, timeout_s: float, until: Callable[[], bool] = bool
+    ) -> tuple[Peer, ...]:
         end_s = self.cluster.now_s + timeout_s
-        while len(self.connected) < count:
+        while len(self.connected) < count and not until():
             if self.cluster.now_s >= end_s:
                 raise TimeoutError(f"{len(self.connected)} of {count} within {timeout_s} s")
-            self.cluster.rest(self, until_s=min(end_s, self.cluster.now_s + 0.05))
+            until_s = min(end_s, self.cluster.now_s + 0.05)
+            self.cluster.rest(self, until_s, computes=bool(self.inbox))
         return self.peers
 
     def stats(self) -> Stats:

@@ -132,6 +132,27 @@ def assert_nothing_lost(trainers: list[Trainer]) -> None:
 # --- coming in late ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("node_id", [1, 3])
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_node_comes_in_again_while_another_one_is_missing(mode: str, node_id: int) -> None:
+    with cluster(3) as world:
+        first = {each: Trainer(world, each, 400, mode=mode, min_peers=2) for each in (1, 2, 3)}
+        for each in (1, 3):
+            world.plan(100, lambda node=first[each].node: world.kill(node))
+        world.run(until=lambda: first[2].share.members == () and first[2].share.next_step > 0)
+        again = Trainer(world, node_id, 400, mode=mode, min_peers=2)
+        began_s = world.now_s
+        world.run(until=lambda: again.joined is not None)
+        assert again.joined is not None
+        assert again.joined.is_late
+        assert (
+            world.now_s < began_s + 15.0
+        )  # another one might come, and begin the run again with it
+        world.run()
+    if mode == "sync":
+        assert_identical([first[2], again])
+
+
 @pytest.mark.parametrize("seed", seeds(3))
 @overlapped_or_not
 def test_a_late_node_misses_nothing_and_applies_nothing_twice(seed: int, how: Any) -> None:

@@ -24,6 +24,9 @@ _LOG = logging.getLogger(__name__)
 # Longest wait for the introduction of a connected node, which may not run an exchange at all.
 _INTRODUCTION_S = 2.0
 
+# How long to wait for all the nodes of a run before looking at what those that are here do.
+_COMPLETE_S = 2.0
+
 # Longest wait of the node that begins a training, where members of an earlier run are here, for the other new nodes.
 _RESTART_S = 10.0
 
@@ -120,10 +123,7 @@ class Start:
         membership.restart_at(self._replica.step)
         deadline_s = clock.now_s() + timeout_s
         if expected:
-            try:
-                self._router.node.wait_for_peers(expected, timeout_s)
-            except TimeoutError as error:
-                raise TimeoutError(f"{error}; {_LATE_REMEDY}") from None
+            self._wait_for_connections(expected, timeout_s)
         poll_s = 0.0
         while membership.phase is Phase.NEW:
             self._poll(poll_s)
@@ -140,6 +140,25 @@ class Start:
                     )
                 misfits = self._introductions.describe_incompatible()
                 raise TimeoutError("; ".join([text, *filter(None, [misfits]), _LATE_REMEDY]))
+
+    def _wait_for_connections(self, expected: int, timeout_s: float) -> None:
+        """Wait for so many peers, or for a training that has begun: to come in late, no other node is needed."""
+        look_at_s = clock.now_s() + _COMPLETE_S
+
+        def sees_training() -> bool:
+            # Nodes that are all started anew introduce themselves when all are here: then all of them hear of a misfit.
+            if clock.now_s() < look_at_s:
+                return False
+            self._poll(0.0)
+            run = self._membership.run
+            members = [hello.members for hello in self._trainings.joinable().values()]
+            # Those who name this node have begun with it, and have seen all that are to begin.
+            return any(run not in runs or len(runs) > expected for runs in members)
+
+        try:
+            self._router.node.wait_for_peers(expected, timeout_s, sees_training)
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}; {_LATE_REMEDY}") from None
 
     def _expected_peers(self) -> int:
         """Return the number of other nodes to wait for."""
@@ -197,7 +216,8 @@ class Start:
         """Return whether the members that are here may be left over from a run that is just started again."""
         # The node that began their training (rank 0) is new here. Either it was restarted alone and joins late, or all
         # are restarted, and the members are processes of the run before. It alone decides, for the others as well: as
-        # soon as all new nodes are here they begin, and if no more come it joins.
+        # soon as all new nodes are here they begin, and if no more come it joins. As long as nodes are missing, it may
+        # be among them.
         run = self._membership.run
         new = self._initial()
         began = {
@@ -206,7 +226,8 @@ class Start:
             for hello in members.values()
             if hello.origin.id == other.id and hello.origin < other
         }
-        if run not in began:
+        is_complete = len(self._router.node.peers) >= expected
+        if run not in began and (began or is_complete):
             return bool(began)
         now_s = clock.now_s()
         if self._restart_until_s is None or new.keys() != self._new_nodes:
@@ -214,11 +235,12 @@ class Start:
             self._new_nodes = frozenset(new)
         if len(new) >= max(expected, 1) or now_s < self._restart_until_s:
             return True
-        _LOG.warning(
-            "this node takes part in a training that has begun, with %s: if a new one was to begin, end these "
-            "processes of the run before",
-            self._introductions.describe(members),
-        )
+        if run in began:
+            _LOG.warning(
+                "this node takes part in a training that has begun, with %s: if a new one was to begin, end these "
+                "processes of the run before",
+                self._introductions.describe(members),
+            )
         return False
 
     def _is_any_silent(self) -> bool:

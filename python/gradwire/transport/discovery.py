@@ -43,11 +43,9 @@ class Discovery:
         """Have `due` called at once, because an address or a connection is new or gone."""
         self.due_at_s = 0.0
 
-    def seeds(
-        self, known: Set[Address] = frozenset(), ids: Set[int] = frozenset()
-    ) -> list[Address]:
-        """Return the caller's addresses, without those of the known peers."""
-        missing = self._unconnected(known, ids)
+    def seeds(self, seen: Set[Address] = frozenset(), ids: Set[int] = frozenset()) -> list[Address]:
+        """Return the caller's addresses, without those of the peers seen."""
+        missing = self._unconnected(seen, ids)
         return [seed.address for seed in missing if not seed.is_learned]
 
     def due(self, now_s: float, connected: Set[Address], node_ids: Set[int]) -> list[Address]:

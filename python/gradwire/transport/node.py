@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 TICK_S: Final = 0.001  # by which timers may be late rather than wake the I/O thread
 SWITCH_INTERVAL_S: Final = 0.0005  # with Python's 5 ms, a busy main thread starves the I/O thread
 CLOSE_LINGER_S: Final = 0.5
+PAUSE_S: Final = 0.05  # between two looks at another condition of whoever waits for peers
 MISSING_LOG_S: Final = 3.0  # whoever waits longer for peers gets a log entry about the missing ones
 
 
@@ -189,34 +190,37 @@ class Node(NotCopied, instead="make a node in every process that has one"):
             self._connect(resolved)
         self._driver.wake()
 
-    def wait_for_peers(self, count: int, timeout_s: float) -> tuple[Peer, ...]:
-        """Wait until at least ``count`` peers are connected, and return them; the log names the missing ones meanwhile.
+    def wait_for_peers(
+        self, count: int, timeout_s: float, until: Callable[[], bool] = bool
+    ) -> tuple[Peer, ...]:
+        """Wait for so many peers, or for ``until()`` to be true, and return those here; the log names the missing ones.
 
         Raises:
             TimeoutError: fewer connected in time; the message names the missing ranks and addresses, and the rejected
                 peers; after three seconds at once if a given address has another secret or version, or the id is taken.
         """
-        started_s = now_s()
-
-        def is_hopeless() -> bool:
-            # Anybody can send an INIT, so those from elsewhere end nothing: the peer may still come.
-            endpoint, seeds = self._endpoint, self._endpoint.discovery.by_address
-            noted = [seeds[seed].misfit_at_s for seed in endpoint.unanswered()]
-            return max([endpoint.twin_at_s, *noted]) >= started_s
-
-        def is_done() -> bool:
-            return len(self._endpoint.peers) >= count
-
         self._check_open()
-        first_s = min(MISSING_LOG_S, timeout_s)
-        with self._lock:
-            if not self._wait_for(is_done, first_s) and first_s < timeout_s:
-                if not is_hopeless():
+        started_s = now_s()
+        log_s = min(MISSING_LOG_S, timeout_s)
+        while True:
+            waited_s = now_s() - started_s
+            with self._lock:
+                pause_s = min(PAUSE_S, timeout_s - waited_s)
+                if self._wait_for(lambda: len(self._endpoint.peers) >= count, pause_s):
+                    return self._endpoint.peers
+                if waited_s >= timeout_s or self._is_hopeless(started_s):
+                    raise TimeoutError(self._missing(count, f"within {waited_s:.3g} s"))
+                if waited_s >= log_s:
                     logger.warning("%s", self._missing(count, f"yet, waiting {timeout_s:g} s"))
-                self._wait_for(lambda: is_done() or is_hopeless(), timeout_s - first_s)
-            if not is_done():
-                raise TimeoutError(self._missing(count, f"within {now_s() - started_s:.3g} s"))
-            return self._endpoint.peers
+                    log_s = timeout_s
+            if until():
+                return self.peers
+
+    def _is_hopeless(self, since_s: float) -> bool:
+        # Anybody can send an INIT, so those from elsewhere end nothing: the peer may still come.
+        endpoint = self._endpoint
+        noted = [endpoint.discovery.by_address[seed].misfit_at_s for seed in endpoint.unanswered()]
+        return max([endpoint.twin_at_s, *noted]) >= since_s and now_s() >= since_s + MISSING_LOG_S
 
     def _missing(self, count: int, when: str) -> str:
         peers = self._endpoint.peers
@@ -231,9 +235,8 @@ class Node(NotCopied, instead="make a node in every process that has one"):
             text += "and does the firewall pass UDP?"
         rejected = self._endpoint.local.rejected
         if rejected.last is not None:
-            last = format_address(rejected.last)
-            text += f"; {rejected.count} INIT datagrams were not answered, the last from {last}: {rejected.reason}"
-            text += f"; this node has {self._secret_name}"
+            text += f"; {rejected.count} INIT datagrams were not answered, the last from "
+            text += f"{format_address(rejected.last)}: {rejected.reason}; this node has {self._secret_name}"
         return text
 
     def events(self) -> list[Event]:

@@ -470,8 +470,7 @@ class Session:
         if self.state is State.UP:
             heartbeat_at_s = self.control.sent_at_s + limits.heartbeat_s
             deadline_s = min(deadline_s, heartbeat_at_s, self.sender.deadline_s())
-        ack_at_s = NEVER_S if self.receiver is None else self.receiver.ack_at_s
-        return float(min(deadline_s, ack_at_s))
+        return float(min(deadline_s, self.receiver.ack_at_s if self.receiver else NEVER_S))
 
     def close(self, now_s: float) -> None:
         """Send a CLOSE; messages that are not acknowledged yet count as undelivered."""
