@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 import gradwire as gw
-from gradwire.exchange.protocol import Hello, Note, decode_steps, unpack_relay
+from gradwire.exchange.protocol import Hello, Note, Phase, decode_steps, unpack_relay
 from gradwire.transport import PeerLost
 
 from ..seeds import seeds
@@ -407,6 +407,24 @@ def test_a_node_that_the_others_have_dropped_comes_in_again(
         world.run()
     if mode == "sync":
         assert_identical(trainers)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("seed", seeds(10))
+def test_only_the_node_that_stood_still_joins_again(seed: int, mode: str) -> None:
+    """Also where it has the update of the other one that its present step needs, and the lower id."""
+    with cluster(seed) as world:
+        late, other = (Trainer(world, node_id, 60, mode=mode, min_peers=1) for node_id in (1, 2))
+        turn = world.random.randint(60, 120)
+        world.plan(turn, lambda: world.stopped.add(late.node))
+        world.plan(turn + 40, lambda: drop(world, late.node, [other.node]))
+        world.plan(turn + 60, lambda: world.stopped.discard(late.node))
+        world.plan(turn + 61, lambda: world.connect(late.node, other.node))
+        phases: set[Phase] = set()
+        world.run(until=lambda: phases.add(other.share._membership.phase) or other.worker.is_done)
+        world.run()
+    assert Phase.JOINING not in phases
+    assert late.share.next_step == other.share.next_step
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])

@@ -185,6 +185,7 @@ class Join:
                 membership.phase is Phase.IN
                 and run in membership.peers
                 and self._trainings.is_elsewhere(hello)
+                and not self._departure.rejoin_if_dropped(membership.broken & {run})
             ):
                 self._departure.suspect([run], "came in with another part of a split network")
                 self._trainings.give_way(run, hello)
