@@ -411,15 +411,19 @@ def test_a_node_that_the_others_have_dropped_comes_in_again(
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("seed", seeds(10))
-def test_only_the_node_that_stood_still_joins_again(seed: int, mode: str) -> None:
-    """Also where it has the update of the other one that its present step needs, and the lower id."""
+@pytest.mark.parametrize("connects_at", [50, 61])
+def test_only_the_node_that_stood_still_joins_again(connects_at: int, seed: int, mode: str) -> None:
+    """Also where it has the update of the other one that its present step needs, and the lower id.
+
+    It hears of the loss before it is connected again, or of both at once.
+    """
     with cluster(seed) as world:
         late, other = (Trainer(world, node_id, 60, mode=mode, min_peers=1) for node_id in (1, 2))
         turn = world.random.randint(60, 120)
         world.plan(turn, lambda: world.stopped.add(late.node))
         world.plan(turn + 40, lambda: drop(world, late.node, [other.node]))
         world.plan(turn + 60, lambda: world.stopped.discard(late.node))
-        world.plan(turn + 61, lambda: world.connect(late.node, other.node))
+        world.plan(turn + connects_at, lambda: world.connect(late.node, other.node))
         phases: set[Phase] = set()
         world.run(until=lambda: phases.add(other.share._membership.phase) or other.worker.is_done)
         world.run()

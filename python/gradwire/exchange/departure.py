@@ -115,14 +115,16 @@ class Departure:
     def handle_lost(self, lost: set[NodeRun], step: int) -> None:
         """Suspect members whose connection ended."""
         membership = self._membership
-        if membership.phase not in (Phase.IN, Phase.READY):
-            return
-        here = [run for run in sorted(lost) if run not in membership.departing]
-        if self.rejoin_if_dropped(here):
+        if self.rejoin_if_dropped(lost) or membership.phase not in (Phase.IN, Phase.READY):
             return
         # A member that has sent its update of ``step`` is not missed before the next, unless there is more to agree on.
         can_wait = self._is_sync and membership.phase is Phase.IN and not self.unsettled
-        gone = [run for run in here if not (can_wait and step in membership.members[run])]
+        gone = [
+            run
+            for run in sorted(lost)
+            if run not in membership.departing
+            and not (can_wait and step in membership.members[run])
+        ]
         if gone:
             self.suspect(gone, "is lost")
 
@@ -132,10 +134,16 @@ class Departure:
         A process that stood still is the one that was lost: the others go on without it, or have ended. If it went on
         alone, it would end with parameters of its own.
         """
-        dropping = [run for run in lost if self._introductions.has_dropped(run)]
-        if dropping:
-            self.rejoin(f"{self._introductions.describe(dropping)} {DROPPED}")
-        return bool(dropping)
+        membership = self._membership
+        dropping = sorted(
+            run
+            for run in lost
+            if run not in membership.departing and self._introductions.has_dropped(run)
+        )
+        if not dropping or membership.phase not in (Phase.IN, Phase.READY):
+            return False
+        self.rejoin(f"{self._introductions.describe(dropping)} {DROPPED}")
+        return True
 
     def suspect_incompatible(self) -> None:
         """Continue without members whose arrays turn out to be different, which they announced after the start.

@@ -171,6 +171,8 @@ class Join:
 
     def _add_hello(self, run: NodeRun, _: int, payload: memoryview) -> None:
         membership = self._membership
+        # The loss may come together with the new connection, whose introduction takes the reason away.
+        self._departure.rejoin_if_dropped(membership.broken & {run})
         hello, before = self._introductions.read(run, payload)
         # Order matters below: a lost connection first, then misfits, then members, then nodes outside.
         if run == self._recipient.donor and before is None:
@@ -185,7 +187,6 @@ class Join:
                 membership.phase is Phase.IN
                 and run in membership.peers
                 and self._trainings.is_elsewhere(hello)
-                and not self._departure.rejoin_if_dropped(membership.broken & {run})
             ):
                 self._departure.suspect([run], "came in with another part of a split network")
                 self._trainings.give_way(run, hello)
