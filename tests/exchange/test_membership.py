@@ -432,6 +432,33 @@ def test_only_the_node_that_stood_still_joins_again(connects_at: int, seed: int,
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("seed", seeds(5))
+@pytest.mark.parametrize("connects_at", [20, 40])
+def test_nodes_that_have_all_dropped_each_other_go_on(
+    connects_at: int, seed: int, mode: str
+) -> None:
+    """As processes of one machine do that stands still."""
+    with cluster(seed) as world:
+        trainers = [Trainer(world, node_id, 999, mode=mode, min_peers=2) for node_id in (1, 2, 3)]
+        nodes = [each.node for each in trainers]
+        pairs = list(itertools.combinations(nodes, 2))
+        turn = world.random.randint(60, 120)
+
+        def part() -> None:
+            for one, other in pairs:
+                drop(world, one, [other])
+                world.link(one.peer, other.peer)[-1] = PeerLost(one.peer, "dropped by the peer")
+
+        world.plan(turn, lambda: world.stopped.update(nodes))
+        world.plan(turn + 10, part)
+        world.plan(turn + 30, world.stopped.clear)
+        world.plan(turn + connects_at, lambda: [world.connect(*pair) for pair in pairs])
+        world.run(until=lambda: all(each.share.next_step >= 60 for each in trainers))
+        assert all(len(each.share.members) == 2 for each in trainers)
+    assert len({each.share._membership.introductions.training for each in trainers}) == 1
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_node_that_the_others_have_dropped_does_not_end_alone(mode: str) -> None:
     with cluster(1) as world:
         other, late = (Trainer(world, node_id, 20, mode=mode, min_peers=1) for node_id in (1, 2))
