@@ -346,6 +346,25 @@ def test_a_node_that_leaves_takes_no_local_steps_with_it(seed: int, how: Any) ->
     assert_nothing_lost(trainers)
 
 
+def test_a_node_that_comes_back_right_after_its_last_result_owns_parameters_again() -> None:
+    """The others had gone on without it while it left, so that it had to join again."""
+    here, there = NodeRun(1, 1), NodeRun(2, 1)
+    encoder = gw.Encoder(40, gw.FixedThreshold(1.0))
+    share = gw.Exchange(encoder, Cluster(0).node(1), topology="sharded", min_peers=0)
+    replica = share._replica
+    replica.begin(0, 2, is_sharded=True)
+    sharding = replica.sharding
+    assert sharding is not None
+    sharding.assign_owners([here, there], 0, ())
+    leaves = [PartUpdate([], here, 0, 2, 0), PartUpdate([], there, 0, 2, 1, is_last=True)]
+    sharding.settle(leaves, 0)
+    sharding.assign_owners([here, there], 1, ())
+    assert sharding.senders == (here,)
+    sharding.settle([PartUpdate([], here, 1, 1, 0)], 1)
+    sharding.assign_owners([here, there], 2, ())  # the members have admitted it with this step
+    assert sharding.senders == (here, there)
+
+
 def test_a_newcomer_that_goes_before_its_first_result_loses_no_elements() -> None:
     come_and_leave(3, MODES["every"])
 

@@ -241,8 +241,9 @@ class Sharding:
     ) -> None:
         """Assign the parameters to the nodes that take part from ``step`` on: to the same owners on all nodes."""
         present = set(contributors)
-        # A node that has left may come back later under the same identity; only then is its last result forgotten.
-        self._left &= present
+        # A node that has published its last result takes no part in the next step. It may come back after that under
+        # the same identity: it has to join again if the others went on without it while it left.
+        self._left &= self._last_contributors
         self.senders = tuple(sorted(present - self._left))
         # A newcomer sends its first part now. What is known of the node is of an earlier time as a member. Without
         # results of an earlier step the table is the donor's, which has forgotten the newcomers of this step already:
