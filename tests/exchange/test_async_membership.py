@@ -204,6 +204,28 @@ def test_newcomers_whose_members_all_die_do_not_begin_with_their_own_parameters(
             world.run()
 
 
+@pytest.mark.parametrize("seed", seeds(5))
+def test_a_late_node_goes_on_alone_where_it_hears_of_both_deaths_at_once(seed: int) -> None:
+    """The second one has said that the first is gone, and its introduction is forgotten with its connection."""
+    trainers: list[Trainer] = []
+    with cluster(seed) as world:
+        for node_id in (10, 20):
+            Trainer(world, trainers, node_id, min_peers=1)
+        world.run(until=lambda: len(trainers[0].node.updates) > 3)
+        late = Trainer(world, trainers, 30, min_peers=1)
+        world.run(until=lambda: len(late.node.updates) > 3)
+        world.stopped.add(late.node)
+        first, second, _ = trainers
+        world.kill(first.node)
+        world.run(until=lambda: second.share.members == (late.node.peer,))
+        waits = world._turns + 20  # what it says arrives
+        world.run(until=lambda: world._turns > waits)
+        world.kill(second.node)
+        world.stopped.clear()
+        world.run()
+    assert late.has_finished
+
+
 @pytest.mark.parametrize("seed", seeds(3))
 def test_two_nodes_that_join_with_the_same_snapshot_get_each_other_s_updates(seed: int) -> None:
     trainers: list[Trainer] = []

@@ -469,7 +469,9 @@ class Membership:
         # The first members name each other before anybody sends an update.
         if not self._is_late:
             return frozenset()
-        return frozenset(run for run in self.peers if not self.is_known_to(run))
+        # What a member said is forgotten with its connection, and it is gone in a moment.
+        here = set(self.peers) - self.broken
+        return frozenset(run for run in here if not self.is_known_to(run))
 
     # ---- positions ---------------------------------------------------------------------------------------------------
 
