@@ -469,6 +469,20 @@ def test_a_node_that_the_others_have_dropped_does_not_end_alone(mode: str) -> No
             world.run()
 
 
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_updates_of_departed_members_are_forgotten_after_some_steps(mode: str) -> None:
+    """Each restart of a spot machine would cost the memory of its last updates."""
+    with cluster(4) as world:
+        trainers = [Trainer(world, node_id, 999, mode=mode, min_peers=2) for node_id in (1, 2, 3)]
+        for round_ in range(3):
+            world.run(until=lambda step=20 * round_: trainers[0].share.next_step > step)
+            world.kill(trainers[-1].node)
+            trainers.append(Trainer(world, 3, 999, mode=mode, min_peers=2))
+        world.run(until=lambda: trainers[0].share.next_step > 100)
+        assert not trainers[0].share._membership.past
+        assert len(trainers[0].share.members) == 2
+
+
 @pytest.mark.parametrize("seed", seeds(3))
 @overlapped_or_not
 def test_a_broken_connection_ends_with_identical_replicas(seed: int, how: Any) -> None:

@@ -58,6 +58,7 @@ class UpdateStream:
         first_direct: number of the first update that was applied from here rather than with a snapshot.
         notes: by step of the update that they belong to.
         is_provisional: whether the updates are kept, and not applied, until their sender names this node as a member.
+        kept_until: of a departed member: the last step of this node at which another member may lack updates.
     """
 
     def __init__(self, first_received: int | None, keeps: int) -> None:
@@ -65,6 +66,7 @@ class UpdateStream:
         self.received = self.position = self.first_direct = first_received or 0
         self.notes: dict[int, Note] = {}
         self.is_provisional = False
+        self.kept_until = math.inf
         self._keeps = keeps
         # Bytes of updates outlive their application: if the sender dies, a member that has its last updates relays the
         # bytes to members that lack them, and all of them parse the same.
@@ -313,6 +315,8 @@ class Membership:
     def reach_step(self, step: int) -> None:
         """Note that the next update to publish is that of ``step`` or a later one."""
         self.next_step = max(self.next_step, step)
+        if self.past:
+            self.past = {run: kept for run, kept in self.past.items() if kept.kept_until >= step}
 
     def restart_at(self, step: int) -> None:
         """Begin at a step, before the training; or publish the update of ``step`` again, which was refused."""
@@ -385,8 +389,11 @@ class Membership:
 
     def remove_member(self, run: NodeRun) -> None:
         """Remove a departed member, for the next step's result too."""
-        # The stream stays for a while: another member may still lack updates that this node can relay.
-        self.past[run] = self.members.pop(run)
+        # The stream stays for a while: another member may still lack updates that this node can relay. No member gets
+        # further ahead of one that waits for them.
+        stream = self.members.pop(run)
+        stream.kept_until = self.next_step + self._keeps
+        self.past[run] = stream
         self.broken.discard(run)
         self._events[0].append(run)
 
