@@ -230,6 +230,19 @@ def test_wait_for_peers_reports_how_many_are_missing() -> None:
         node.wait_for_peers(2, timeout_s=0.05)
 
 
+def test_wait_for_peers_ends_when_another_condition_is_met(pair: tuple[Node, Node]) -> None:
+    one, two = pair
+    two.publish(b"x")
+    received: list[Received] = []
+
+    def has_received() -> bool:  # may use the node
+        received.extend(one.receive())
+        return bool(received)
+
+    assert one.wait_for_peers(2, timeout_s=10.0, until=has_received) == (two.peer,)
+    assert [bytes(message.payload) for message in received] == [b"x"]
+
+
 def test_nothing_works_after_close_and_closing_twice_is_fine() -> None:
     node = Node("127.0.0.1:0", secret=SECRET)
     assert node.close() == []
