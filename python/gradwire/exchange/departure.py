@@ -205,6 +205,24 @@ class Departure:
             if hello and run in membership.others and not self.has_gone(run, hello.first_step):
                 self._on_return(run, hello, was_outside=True)
 
+    def makes_useless(self, positions: dict[NodeRun, int], finals: dict[NodeRun, int]) -> bool:
+        """Return whether a member of a snapshot is gone, or a node has come and gone since, whose updates it lacks.
+
+        Args:
+            positions: of the snapshot: for every member the first update that is not in it.
+            finals: of the snapshot: for departed members the first update that nobody applied.
+        """
+        reported = self._membership.reported  # since the request for the snapshot
+        if not reported.isdisjoint(positions):
+            return True
+        # Reports repeat what had gone long ago, too: this has sent nothing so late. Synchronous nodes follow all steps.
+        late = min(positions.values(), default=0)
+        return not self._is_sync and any(
+            report.get(run, 0) > finals.get(run, late)
+            for report in self._reports.values()
+            for run in reported
+        )
+
     def has_gone(self, run: NodeRun, first_step: int) -> bool:
         """Return whether a node that came in with its update ``first_step`` is reported as gone since then."""
         # A report names the first update that is missing. If that is below the node's first update as a member, the

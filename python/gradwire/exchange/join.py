@@ -456,7 +456,7 @@ class Join:
         # again.
         if not positions.keys() <= membership.others.keys():
             return False
-        if not membership.reported.isdisjoint(positions):
+        if self._departure.makes_useless(positions, snapshot.finals):
             return False
         if not self._options.is_sync:
             # Nodes that joined after the donor took the snapshot, and of which it did not know.
