@@ -142,7 +142,7 @@ def test_the_log_counts_bytes_and_releases_in_order() -> None:
 
 
 def test_empty_messages_fill_the_log_by_the_memory_of_their_objects() -> None:
-    log, [record] = SendLog(1 << 20), seal(b"")
-    while log.has_room(record.nbytes, 1):
+    log, sealer, [record] = SendLog(1 << 20), Sealer(keys(), 99, 1_200), seal(b"")
+    while log.has_room(sealer, 0):
         log.append(record._replace(number=log.head))
     assert log.head * 1_400 < 1 << 20

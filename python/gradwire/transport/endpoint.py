@@ -87,7 +87,7 @@ class Endpoint:
 
     def has_room(self, nbytes: int) -> bool:
         """Return whether `publish` would take a message of this size now."""
-        return self.log.has_room(self.sealer.wire_bytes(nbytes), self.sealer.records_of(nbytes))
+        return self.log.has_room(self.sealer, nbytes)
 
     def publish(self, payload: memoryview, tag: int, peer: Peer | None, now_s: float) -> Ticket:
         """Seal a message and queue it for all connected peers, or for ``peer``; see `Node.publish`."""

@@ -67,10 +67,10 @@ class SendLog:
         self._records: dict[int, Record] = {}
         self.get = self._records.get  # not a method of its own: called once per record and peer
 
-    def has_room(self, wire_bytes: int, records: int) -> bool:
-        """Return whether a message fits; an empty log takes any."""
-        used_bytes = self.used_bytes + wire_bytes + records * OBJECT_BYTES
-        return not self.used_bytes or used_bytes <= self.limit_bytes
+    def has_room(self, sealer: Sealer, nbytes: int) -> bool:
+        """Return whether the records of a message of this size fit; an empty log takes any."""
+        kept_bytes = sealer.wire_bytes(nbytes) + sealer.records_of(nbytes) * OBJECT_BYTES
+        return not self.used_bytes or self.used_bytes + kept_bytes <= self.limit_bytes
 
     def append(self, record: Record) -> None:
         """Keep a record; its number must be ``head``."""
