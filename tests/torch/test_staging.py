@@ -12,7 +12,7 @@ torch: Any = pytest.importorskip("torch", reason="torch is not installed")
 
 import gradwire as gw  # noqa: E402
 from gradwire import _core  # noqa: E402
-from gradwire.torch.staging import _THREAD_NUMEL, Staging  # noqa: E402
+from gradwire.torch.staging import _THREAD_NUMEL, Staging, sums_of  # noqa: E402
 
 from .places import (  # noqa: E402
     AS_PLAIN,
@@ -228,3 +228,9 @@ def test_parameters_may_have_another_layout_after_they_were_shared(count: int) -
     run(nets[1], OPTIMIZERS["AdamW"](nets[1].parameters()))
     assert nets[0][0].weight.is_contiguous(memory_format=torch.channels_last)
     assert_as(*nets)
+
+
+def test_no_tensors_and_empty_ones_have_no_sums() -> None:
+    assert sums_of([]) == sums_of([torch.zeros(0), torch.zeros(3, 0)]) == []
+    sums = sums_of([torch.zeros(0), torch.tensor([1.0, torch.inf]), torch.ones(2)])
+    assert [bool(total.isfinite()) for total in sums] == [False, True]

@@ -270,10 +270,11 @@ def store(stagings: Sequence[Staging]) -> None:
 
 def sums_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return a number for each tensor, or none for an empty one, which is not finite if one of its elements is not."""
-    if not all(tensor.is_cuda for tensor in tensors):
-        return [sum_of(tensor) for tensor in tensors]
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    if not filled or not all(tensor.is_cuda for tensor in filled):
+        return [sum_of(tensor) for tensor in filled]
     # A launch for each tensor would take longer than reading it.
-    return list(torch._foreach_norm([tensor for tensor in tensors if tensor.numel()], math.inf))
+    return list(torch._foreach_norm(filled, math.inf))
 
 
 def local_of(tensor: Any) -> torch.Tensor:
