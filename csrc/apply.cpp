@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
-#include <sstream>
+#include <string>
 #include <tuple>
 
 #include "common/error.h"
@@ -213,11 +213,10 @@ Cursors validated(const std::vector<MessageView>& messages, const Part& part, do
     cursors.reserve(messages.size());
     for (const MessageView& message : messages) {
         if (message.header.numel != numel) {
-            std::ostringstream what;
-            what << "the message of key " << message.header.key << ", step " << message.header.step << " has numel "
-                 << message.header.numel << ", the target " << numel
-                 << ": apply it to the parameters it was encoded for";
-            throw MessageError(what.str());
+            throw MessageError("the message of key " + std::to_string(message.header.key) + ", step " +
+                               std::to_string(message.header.step) + " has numel " +
+                               std::to_string(message.header.numel) + ", the target " + std::to_string(numel) +
+                               ": apply it to the parameters it was encoded for");
         }
         validate_payload(message);
         const bool is_own = second && cursors.size() == second->own;

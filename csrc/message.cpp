@@ -1,7 +1,8 @@
 #include "message.h"
 
 #include <cstring>
-#include <sstream>
+#include <string>
+#include <type_traits>
 
 #include "common/error.h"
 #include "common/scalars.h"
@@ -10,12 +11,18 @@
 namespace gradwire {
 namespace {
 
+template <class Part>
+std::string text_of(const Part& part) {
+    if constexpr (std::is_arithmetic_v<Part>)
+        return std::to_string(part);
+    else
+        return part;
+}
+
 // Throw MessageError with the parts as its text.
 template <class... Parts>
 [[noreturn]] void fail(const Parts&... parts) {
-    std::ostringstream sentence;
-    (sentence << ... << parts);
-    throw MessageError(sentence.str());
+    throw MessageError((... + text_of(parts)));
 }
 
 // Read all fields; nothing is checked.
