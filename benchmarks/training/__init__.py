@@ -12,4 +12,7 @@ METHODS = {
     "gradwire-thin": "UdpThin",
     "gradwire-every4": "UdpEvery4",
     "gradwire-async": "UdpAsync",
+    "dense-adamw": "AdamWDense",
+    "gradwire-adamw": "AdamWUdp",
+    "gradwire-adamw-every4": "AdamWEvery4",
 }

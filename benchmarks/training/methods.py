@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -12,23 +12,23 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
-from gradwire.torch import SharedOptimizer, register_threshold_hook
+from gradwire.torch import register_threshold_hook, share
 
 from .tasks import Batch, Task
 
 MOMENTUM = 0.9
+ADAMW_LEARNING_RATE = 0.001
 LOCAL_STEPS = 20
 WARMUP_STEPS = 20
-# Biases and norms are so few elements that a denser message costs nothing beside the others'.
-SMALL_NUMEL, SMALL_DENSITY = 5_000, 0.2
 # Dense steps before PowerSGD begins: the fewest it accepts; its default of 1,000 would leave nothing to measure.
 POWERSGD_START = 2
 
 
 class Method:
-    """One node's part of a training of ``steps`` steps; ``density`` is the target of gradwire's thresholds."""
+    """One node's part of a training of ``steps`` steps; ``density`` is the target of the hook's thresholds."""
 
     uses_gloo = True
+    is_adaptive = False  # AdamW in the place of SGD with momentum
 
     def __init__(
         self, task: Task, seed: int, addresses: list[str], rank: int, density: float, steps: int
@@ -38,8 +38,13 @@ class Method:
         self.density, self.steps = density, steps
         self.clip_norm = task.clip_norm
         self.model = self.forward = task.model()
-        params, rate = self.model.parameters(), task.learning_rate
-        self.optimizer: Any = torch.optim.SGD(params, lr=rate, momentum=MOMENTUM)
+        params = self.model.parameters()
+        if self.is_adaptive:
+            self.learning_rate = ADAMW_LEARNING_RATE
+            self.optimizer: Any = torch.optim.AdamW(params, lr=self.learning_rate)
+        else:
+            self.learning_rate = task.learning_rate
+            self.optimizer = torch.optim.SGD(params, lr=self.learning_rate, momentum=MOMENTUM)
         self.set_up()
 
     def set_up(self) -> None:
@@ -51,7 +56,7 @@ class Method:
         rise = min(1.0, (number + 1) / WARMUP_STEPS)
         factor = rise * 0.5 * (1.0 + math.cos(math.pi * number / self.steps))
         for group in self.optimizer.param_groups:
-            group["lr"] = self.task.learning_rate * factor
+            group["lr"] = self.learning_rate * factor
         self.optimizer.zero_grad()
         self.task.loss(self.forward, batch).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
@@ -142,45 +147,25 @@ class Hook(Dense):
 
 
 class Udp(Method):
-    """gradwire's optimiser over its own transport: every step waits for the messages of all others."""
+    """gradwire's ``share`` as it is: every step waits for the messages of all others."""
 
     uses_gloo = False
+    options: ClassVar[dict[str, Any]] = {}  # further ones of ``share``
 
     def set_up(self) -> None:
-        self.clip_norm = self.task.node_clip_norm
-        # A threshold per tensor, and no dense parts: biases and norms alone would be as large as a message.
-        params = list(self.model.parameters())
-        small = [index for index, param in enumerate(params) if param.numel() < SMALL_NUMEL]
-        groups = gw.Groups.of(
-            params,
-            threshold=gw.TargetDensity(self.density),
-            thresholds=dict.fromkeys(small, gw.TargetDensity(SMALL_DENSITY)),
-            dense_below=0,
-            dense_one_dimensional=False,
-        )
+        if not self.is_adaptive:
+            self.clip_norm = self.task.node_clip_norm
         others = [*self.addresses[: self.rank], *self.addresses[self.rank + 1 :]]
         self.node = gw.Node(self.addresses[self.rank], others, secret=bytes(range(32)))
-        self.exchange = gw.Exchange(
-            groups,
-            self.node,
-            min_peers=len(others),
-            apply_residual=True,
-            timeout_s=300.0,
-            **self.options,
-        )
-        self.optimizer = SharedOptimizer(self.optimizer, self.exchange)
+        options = {"min_peers": len(others), "timeout_s": 300.0, **self.options}
+        self.optimizer = share(self.model, self.optimizer, node=self.node, **options)
         self.optimizer.join()
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Return further options of the exchange."""
-        return {}
 
     def evaluated(self) -> AbstractContextManager[None]:
         return self.optimizer.shared_parameters()
 
     def totals(self) -> dict[str, float]:
-        stats = self.exchange.stats
+        stats = self.optimizer.exchange.stats
         spent_s = stats.encode_s + stats.wait_s + stats.apply_s
         return {"spent_s": spent_s, "message_bytes": stats.sent_bytes}
 
@@ -191,17 +176,13 @@ class Udp(Method):
 class UdpThin(Udp):
     """With half the density, for links so slow that messages take longer than the arithmetic."""
 
-    def set_up(self) -> None:
-        self.density /= 2
-        super().set_up()
+    options: ClassVar[dict[str, Any]] = {"density": 0.005}
 
 
 class UdpAsync(Udp):
     """A step applies the messages that have arrived and waits for none."""
 
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"mode": "async"}
+    options: ClassVar[dict[str, Any]] = {"mode": "async"}
 
     def evaluated(self) -> AbstractContextManager[None]:
         self.optimizer.catch_up()
@@ -209,13 +190,25 @@ class UdpAsync(Udp):
 
 
 class UdpEvery4(Udp):
-    """Four steps alone, then one message, which travels during the next; the shared parameters have momentum."""
+    """Four steps alone, then one message, which travels during the next."""
+
+    options: ClassVar[dict[str, Any]] = {"every": 4, "overlap": 1}
 
     def set_up(self) -> None:
-        self.density = 0.02
         super().set_up()
-        self.clip_norm /= 2  # local steps diverge
+        if not self.is_adaptive:
+            self.clip_norm /= 2  # local steps diverge
 
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"every": 4, "overlap": 1, "outer_momentum": self.task.outer_momentum}
+
+class AdamWDense(Dense):
+    """DistributedDataParallel with AdamW."""
+
+    is_adaptive = True
+
+
+class AdamWUdp(Udp):
+    is_adaptive = True
+
+
+class AdamWEvery4(UdpEvery4):
+    is_adaptive = True

@@ -27,7 +27,6 @@ class Task:
     clip_norm: float  # largest norm of the gradient
     # Largest norm of one node's gradient, where the nodes' updates are averaged.
     node_clip_norm: float
-    outer_momentum: float  # of the shared parameters, where nodes take a few steps alone
 
     def model(self) -> nn.Module:
         """Return a new model; seed torch first."""
@@ -56,7 +55,7 @@ class Digits(Task):
     """Scikit-learn's digits at random places of a larger, noisy image."""
 
     IMAGES, BATCH, SIDE, SHIFTS = 1_437, 16, 12, 5
-    learning_rate, target, clip_norm, outer_momentum = 0.05, 0.15, 5.0, 0.5
+    learning_rate, target, clip_norm = 0.05, 0.15, 5.0
     # The first steps' gradients, the only ones as large, agree: their mean is no smaller than each.
     node_clip_norm = 5.0
 
@@ -132,7 +131,7 @@ class Text(Task):
     """
 
     BATCH, HELD_OUT, CONTEXT = 2, 32, 32
-    learning_rate, target, clip_norm, outer_momentum = 0.1, 2.3, 1.0, 0.5
+    learning_rate, target, clip_norm = 0.1, 2.3, 1.0
     # The gradients of four nodes are independent: their mean has half their norm (Lin et al. 2018, section 3.2).
     node_clip_norm = 2.0
 
