@@ -1,6 +1,4 @@
-// CRC-32C in parallel. The remainder of a concatenation is that of the first part, times x^(bits of the second), plus
-// that of the second. The remainders of slices are computed separately, shifted to their places and XOR-ed. Source: M.
-// Adler's crc32_combine (zlib); arithmetic modulo P in reflected order, where bit 31 is x^0.
+// CRC-32C in parallel: the remainders of slices are computed separately, shifted to their places and XOR-ed.
 #pragma once
 
 #include "../common/crc_tables.h"
@@ -12,15 +10,6 @@ namespace gradwire::cuda {
 using Crc4Tables = CrcTables<4>;
 
 inline constexpr uint64_t kCrcSlice = 256;  // bytes
-
-GRADWIRE_HD inline constexpr uint32_t multiply_modulo(uint32_t a, uint32_t b) {
-    uint32_t product = 0;
-    for (unsigned i = 0; i < 32; ++i) {
-        if (a & (0x80000000U >> i)) product ^= b;
-        b = b & 1 ? (b >> 1) ^ kCrcPolynomial : b >> 1;
-    }
-    return product;
-}
 
 // power[i] = x^(8 * 2^i) shifts by 2^i bytes.
 struct ShiftPowers {

@@ -35,15 +35,6 @@ void put_field(Bytes& bytes, T value) {
     for (unsigned i = 0; i < sizeof value; ++i) bytes.push_back(static_cast<uint8_t>(uint64_t{value} >> (8 * i)));
 }
 
-uint32_t crc32c_plainly(const Bytes& bytes) {
-    uint32_t crc = ~uint32_t{0};
-    for (const uint8_t byte : bytes) {
-        crc ^= byte;
-        for (int bit = 0; bit < 8; ++bit) crc = crc & 1 ? (crc >> 1) ^ 0x82f63b78U : crc >> 1;
-    }
-    return ~crc;
-}
-
 unsigned length_of(uint64_t value) {
     unsigned bits = 0;
     for (; value > 0; value /= 2) ++bits;
@@ -201,6 +192,15 @@ Entries list(const gradwire::MessageView& message) {
     gradwire::list_entries(message, positions.data(), minus.get());
     for (size_t i = 0; i < positions.size(); ++i) entries.add(static_cast<uint64_t>(positions[i]), minus[i]);
     return entries;
+}
+
+uint32_t crc32c_plainly(const Bytes& bytes) {
+    uint32_t crc = ~uint32_t{0};
+    for (const uint8_t byte : bytes) {
+        crc ^= byte;
+        for (int bit = 0; bit < 8; ++bit) crc = crc & 1 ? (crc >> 1) ^ 0x82f63b78U : crc >> 1;
+    }
+    return ~crc;
 }
 
 void mend_checksum(Bytes& bytes) {

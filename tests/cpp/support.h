@@ -81,6 +81,8 @@ gradwire::MessageView parse(const Bytes& bytes);
 
 Entries list(const gradwire::MessageView& message);
 
+uint32_t crc32c_plainly(const Bytes& bytes);
+
 // Write a correct checksum into the header of `bytes`.
 void mend_checksum(Bytes& bytes);
 

@@ -87,6 +87,18 @@ CASE(zeros_behind_the_quotients_of_a_chunk_are_refused) {
     });
 }
 
+CASE(the_checksum_is_crc_32c_at_any_length) {
+    Random random(5);
+    for_every_table([&] {
+        for (const uint64_t size : Numbers{0, 1, 7, 8, 9, 4096, 12287, 12288, 12289, 24576, 40003}) {
+            const check::Note note("size", size);
+            Bytes bytes(size);
+            for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(random.next());
+            CHECK_EQUAL(~kernels().crc32c(~uint32_t{0}, bytes.data(), size), crc32c_plainly(bytes));
+        }
+    });
+}
+
 CASE(any_changed_bit_breaks_the_checksum) {
     for_every_table([] {
         for (const Bytes& sample : samples()) {
