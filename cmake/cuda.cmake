@@ -167,7 +167,7 @@ if(gradwire_cuda_works)
   endif()
   file(GLOB gradwire_cuda_headers CONFIGURE_DEPENDS csrc/common/*.h csrc/cuda/*.h csrc/cuda/*.cuh)
   set(gradwire_cuda_objects "")
-  foreach(name encode apply)
+  foreach(name encode apply half_precision)
     set(object "${CMAKE_CURRENT_BINARY_DIR}/cuda/${name}.o")
     # The report of ptxas (registers, spills) is written to a file beside the object, for .ci/check_kernels.py.
     add_custom_command(OUTPUT "${object}"

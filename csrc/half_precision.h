@@ -8,14 +8,6 @@
 
 namespace gradwire {
 
-// An array of float16 or bfloat16 parameters, and the copy of as many elements.
-struct HalfArray {
-    const void* params;
-    float* copy;
-    uint64_t numel;
-    Dtype dtype;
-};
-
 // copy += params - (copy, rounded to the parameters' type): what has changed since they were set to the rounded copy.
 // Bits, but for those of NaN, depend neither on the number of threads nor on the instruction set.
 void add_moved(const std::vector<HalfArray>& arrays, unsigned threads);

@@ -11,10 +11,20 @@ import numpy as np
 import pytest
 
 import gradwire as gw
-from gradwire.arrays import cuda_problem, device_of, stream_of
+from gradwire import _core
+from gradwire.arrays import cuda_core, cuda_problem, device_of, stream_of
 from gradwire.cuda import _policy_words
 
-from .cuda_arrays import as_tensor, on_device, pair, residual_of, step_both, torch, update_of
+from .cuda_arrays import (
+    as_tensor,
+    is_emulated,
+    on_device,
+    pair,
+    residual_of,
+    step_both,
+    torch,
+    update_of,
+)
 
 NUMEL = 60_000
 
@@ -265,6 +275,36 @@ def test_messages_of_the_cpu_are_applied_bit_for_bit_in_the_order_of_the_list(
     for message in messages:
         gw.apply(message, target, 0.7)
     np.testing.assert_array_equal(target.cpu().numpy(), expected)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_what_has_moved_in_half_precision_is_added_with_the_bits_of_the_cpu(dtype: str) -> None:
+    rng = np.random.default_rng(3)
+    sizes = [5000, 0, 1, *[7] * 150]  # more arrays than a launch takes
+    copies = [rng.normal(size=size).astype(np.float32) for size in sizes]
+    moved = [(copy + 1e-3 * rng.normal(size=copy.shape)).astype(np.float32) for copy in copies]
+    halves = [torch().from_numpy(values).to(getattr(torch(), dtype)) for values in moved]
+    there = [torch().from_numpy(copy).cuda() for copy in copies], [half.cuda() for half in halves]
+    cuda_core().add_moved(*there, 0, stream_of(None, there[0], 0))
+    _core.add_moved(copies, halves, 1)
+    for copy, result in zip(copies, there[0], strict=True):
+        np.testing.assert_array_equal(result.cpu().numpy().view(np.int32), copy.view(np.int32))
+    with pytest.raises(TypeError, match="params float16 or bfloat16"):
+        cuda_core().add_moved(there[0], there[0], 0, 0)
+
+
+@pytest.mark.cuda
+def test_a_tensor_that_requires_grad_is_refused_wherever_it_stands() -> None:
+    if is_emulated():
+        pytest.skip("tensors of the emulated device have no gradients")
+    targets = [torch().zeros(3, device="cuda") for _ in range(3)]
+    message = gw.Encoder(9, threshold=1.0).encode(np.ones(9, np.float32))
+    for index in range(3):
+        refused = [target.clone() for target in targets]
+        refused[index].requires_grad_()
+        with pytest.raises(ValueError, match="requires grad"):
+            gw.apply(message, refused)
 
 
 @pytest.mark.cuda

@@ -276,23 +276,9 @@ Message dense(const py::object& values, const std::string& dtype, uint32_t key, 
 }
 
 void add_moved_params(const py::object& copies, const py::object& params, int64_t threads) {
-    const HostArrays targets(copies, "copies");
+    const HostArrays floats(copies, "copies");
     const HostArrays halves(params, "params");
-    targets.require_targets();
-    const std::vector<Array> floats = targets.targets();
-    const std::vector<ConstArray> values = halves.updates();
-    const auto are_of_one_size = [](const Array& copy, const ConstArray& param) { return copy.numel == param.numel; };
-    if (!std::equal(floats.begin(), floats.end(), values.begin(), values.end(), are_of_one_size))
-        throw py::value_error("copies and params must be arrays of the same sizes");
-    std::vector<HalfArray> pairs;
-    for (size_t i = 0; i < floats.size(); ++i) {
-        const Array& copy = floats[i];
-        const bool is_half = values[i].dtype == Dtype::kFloat16 || values[i].dtype == Dtype::kBfloat16;
-        if (copy.dtype != Dtype::kFloat32 || !is_half)
-            throw py::type_error("copies must be float32, and params float16 or bfloat16");
-        halves.require_apart(copy.data, copy.numel * bytes_per_element(copy.dtype), "the copies");
-        pairs.push_back({values[i].data, static_cast<float*>(copy.data), copy.numel, values[i].dtype});
-    }
+    const std::vector<HalfArray> pairs = half_arrays(floats, halves);
     const unsigned count = checked_threads(threads);
     const py::gil_scoped_release release;
     add_moved(pairs, count);

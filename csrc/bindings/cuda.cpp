@@ -11,6 +11,7 @@
 #include "../common/scalars.h"
 #include "../cuda/apply.h"
 #include "../cuda/encoder.h"
+#include "../cuda/half_precision.h"
 #include "../cuda/ranges.h"
 #include "../message.h"
 #include "device_arrays.h"
@@ -408,6 +409,15 @@ void apply_many(const py::list& messages, const py::object& target, double scale
     for (MessageBuffer* buffer : used) buffer->end_use(stream);
 }
 
+void add_moved(const py::object& copies, const py::object& params, int device, uintptr_t number) {
+    const cudaStream_t stream = stream_of(number);
+    const DeviceArrays floats(copies, "copies", device, stream);
+    const DeviceArrays halves(params, "params", device, stream);
+    const std::vector<HalfArray> pairs = half_arrays(floats, halves);
+    const py::gil_scoped_release release;
+    cuda::add_moved_on_device(device, pairs, stream);
+}
+
 void register_message(py::module_& module) {
     py::class_<PyMessage> message(
         module, "CudaMessage", py::buffer_protocol(),
@@ -457,6 +467,8 @@ PYBIND11_MODULE(_cuda, module) {
     module.def("apply_many", &bindings::apply_many, pybind11::arg("messages"), pybind11::arg("target"),
                pybind11::arg("scale"), pybind11::arg("part").none(true), pybind11::arg("device"),
                pybind11::arg("stream"));
+    module.def("add_moved", &bindings::add_moved, pybind11::arg("copies"), pybind11::arg("params"),
+               pybind11::arg("device"), pybind11::arg("stream"));
     module.def("encode_into", &bindings::encode_into, pybind11::arg("residual"), pybind11::arg("update"),
                pybind11::arg("threshold"), pybind11::arg("key"), pybind11::arg("step"), pybind11::arg("out"),
                pybind11::arg("stream"));

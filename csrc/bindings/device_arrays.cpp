@@ -2,6 +2,8 @@
 
 #include <pybind11/stl.h>
 
+#include <optional>
+
 #include "../cuda/check.h"
 #include "dlpack.h"
 
@@ -76,23 +78,57 @@ HostArray from_interface(py::handle object, const std::string& name, cudaStream_
     return result;
 }
 
+std::string text_of(const py::object& object) { return py::cast<std::string>(py::str(object)); }
+
 // Whether torch made the array: it orders its stream, once for all of its arrays, and that takes long.
 bool is_torchs(py::handle object) {
-    const auto module = py::cast<std::string>(py::type::of(object).attr("__module__"));
+    const auto module = text_of(py::type::of(object).attr("__module__"));
     return module == "torch" || module.rfind("torch.", 0) == 0;
+}
+
+Dtype tensor_dtype(const std::string& name) {
+    if (name == "torch.float32") return Dtype::kFloat32;
+    if (name == "torch.float64") return Dtype::kFloat64;
+    if (name == "torch.float16") return Dtype::kFloat16;
+    if (name == "torch.bfloat16") return Dtype::kBfloat16;
+    return Dtype::kNone;
+}
+
+// Return a plain tensor on a device; nothing for any other, which DLPack has to lend, or to refuse in its own words.
+// DLPack takes several times as long to say the same, which adds up where a model has many tensors.
+std::optional<HostArray> from_tensor(py::handle object, int device) {
+    if (text_of(py::type::of(object).attr("__qualname__")) != "Tensor") return std::nullopt;
+    try {
+        const bool is_plain = object.attr("is_cuda").cast<bool>() && !object.attr("requires_grad").cast<bool>() &&
+                              object.attr("device").attr("index").cast<int>() == device &&
+                              object.attr("is_contiguous")().cast<bool>();
+        HostArray array;
+        array.dtype = is_plain ? tensor_dtype(text_of(object.attr("dtype"))) : Dtype::kNone;
+        if (array.dtype == Dtype::kNone) return std::nullopt;
+        array.data = reinterpret_cast<void*>(object.attr("data_ptr")().cast<uintptr_t>());
+        array.numel = object.attr("numel")().cast<uint64_t>();
+        array.writable = true;
+        array.hold = std::make_shared<py::object>(py::reinterpret_borrow<py::object>(object));
+        return array;
+    } catch (const py::error_already_set&) {  // a layout without memory of this kind
+        return std::nullopt;
+    }
 }
 
 // `is_ordered`: whether the stream waits for torch already.
 HostArray borrow_device_array(py::handle object, const std::string& name, int device, cudaStream_t stream,
                               bool& is_ordered) {
     const std::string here = "cuda:" + std::to_string(device);
+    const bool by_torch = is_torchs(object);
+    if (by_torch && is_ordered) {
+        if (std::optional<HostArray> array = from_tensor(object, device)) return *array;
+    }
     const auto [type, id] = dlpack_device_of(object);
     HostArray array;
     int found = -1;
     if (is_on_cuda(type)) {
         found = id;
         if (found == device) {
-            const bool by_torch = is_torchs(object);
             const py::object order = by_torch && is_ordered ? py::int_(kNoOrder) : stream_number(stream);
             array = from_dlpack_capsule(object, dlpack_capsule(object, order, name), name);
             is_ordered = is_ordered || by_torch;

@@ -268,4 +268,23 @@ std::vector<Array> HostArrays::targets() const {
     return result;
 }
 
+std::vector<HalfArray> half_arrays(const HostArrays& copies, const HostArrays& params) {
+    copies.require_targets();
+    const std::vector<Array> floats = copies.targets();
+    const std::vector<ConstArray> halves = params.updates();
+    const auto are_of_one_size = [](const Array& copy, const ConstArray& param) { return copy.numel == param.numel; };
+    if (!std::equal(floats.begin(), floats.end(), halves.begin(), halves.end(), are_of_one_size))
+        throw py::value_error("copies and params must be arrays of the same sizes");
+    std::vector<HalfArray> pairs;
+    for (size_t i = 0; i < floats.size(); ++i) {
+        const Array& copy = floats[i];
+        const bool is_half = halves[i].dtype == Dtype::kFloat16 || halves[i].dtype == Dtype::kBfloat16;
+        if (copy.dtype != Dtype::kFloat32 || !is_half)
+            throw py::type_error("copies must be float32, and params float16 or bfloat16");
+        params.require_apart(copy.data, copy.numel * bytes_per_element(copy.dtype), "the copies");
+        pairs.push_back({halves[i].data, static_cast<float*>(copy.data), copy.numel, halves[i].dtype});
+    }
+    return pairs;
+}
+
 }  // namespace gradwire::bindings

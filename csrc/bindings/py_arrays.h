@@ -57,6 +57,9 @@ class HostArrays {
     bool sequence_;
 };
 
+// Return parameters in half precision with their float32 copies, which are apart; throw where they are not such.
+std::vector<HalfArray> half_arrays(const HostArrays& copies, const HostArrays& params);
+
 // Return the type of a dense message of float32 or float64 values; `name` is "bfloat16" or that of the values' own
 // type.
 inline DenseType dense_type(const std::string& name, Dtype values) {

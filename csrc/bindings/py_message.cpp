@@ -47,6 +47,12 @@ Message parse(const py::object& buffer) {
     return message;
 }
 
+// Return a message that this process has encoded, without looking at its payload; who applies it does.
+Message view_message(const py::object& buffer) {
+    const std::shared_ptr<Py_buffer> held = borrow_bytes(buffer);
+    return Message(read_message(static_cast<const uint8_t*>(held->buf), static_cast<uint64_t>(held->len)), held);
+}
+
 py::list parse_many(const py::object& buffer) {
     const std::shared_ptr<Py_buffer> held = borrow_bytes(buffer);
     py::list messages;
@@ -164,6 +170,7 @@ void register_message(py::module_& module) {
         });
     module.def("parse_many", &parse_many, py::arg("buffer"),
                "Return the messages in `buffer`, one after the other, checked as by Message.parse.");
+    module.def("view_message", &view_message, py::arg("buffer"));
 }
 
 }  // namespace gradwire::bindings

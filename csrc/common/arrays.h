@@ -50,4 +50,12 @@ uint64_t total_numel(const std::vector<AnyArray>& arrays) {
     return numel;
 }
 
+// An array of float16 or bfloat16 parameters, and the copy of as many elements.
+struct HalfArray {
+    const void* params;
+    float* copy;
+    uint64_t numel;
+    Dtype dtype;
+};
+
 }  // namespace gradwire

@@ -85,7 +85,21 @@ GRADWIRE_HD inline uint16_t float_to_bfloat16(float value) {
     return static_cast<uint16_t>((bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16);
 }
 
-// The same, but round no finite value to infinity: a dense message is as finite as its source.
+// Return a value as the type of a first argument would hold it: the nearest one, ties to even.
+GRADWIRE_HD inline float rounded_to(Bfloat16, float value) { return bfloat16_to_float(float_to_bfloat16(value)); }
+GRADWIRE_HD inline float rounded_to(Half, float value) {
+    const uint32_t sign = bit_cast<uint32_t>(value) & 0x80000000U;
+    uint32_t magnitude = bit_cast<uint32_t>(value) & 0x7fffffffU;
+    if (magnitude > 0x7f800000U) return value;
+    if (magnitude < 0x38800000U) {  // below 2^-14: the last bit of the sum is that of half's subnormals
+        const float subnormal = bit_cast<float>(magnitude) + 0.5F - 0.5F;
+        return bit_cast<float>(sign | bit_cast<uint32_t>(subnormal));
+    }
+    magnitude = (magnitude + 0xfffU + (magnitude >> 13 & 1U)) & ~0x1fffU;
+    return bit_cast<float>(sign | (magnitude < 0x47800000U ? magnitude : 0x7f800000U));  // 2^16 and more is infinite
+}
+
+// As float_to_bfloat16, but round no finite value to infinity: a dense message is as finite as its source.
 template <class Value>
 GRADWIRE_HD inline uint16_t to_finite_bfloat16(Value value) {
     constexpr float kMost = 3.3895313892515355e38F;

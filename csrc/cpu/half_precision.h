@@ -10,19 +10,6 @@
 namespace gradwire {
 namespace {
 
-inline float rounded_to(Bfloat16, float value) { return bfloat16_to_float(float_to_bfloat16(value)); }
-inline float rounded_to(Half, float value) {
-    const uint32_t sign = bit_cast<uint32_t>(value) & 0x80000000U;
-    uint32_t magnitude = bit_cast<uint32_t>(value) & 0x7fffffffU;
-    if (magnitude > 0x7f800000U) return value;
-    if (magnitude < 0x38800000U) {  // below 2^-14: the last bit of the sum is that of half's subnormals
-        const float subnormal = bit_cast<float>(magnitude) + 0.5F - 0.5F;
-        return bit_cast<float>(sign | bit_cast<uint32_t>(subnormal));
-    }
-    magnitude = (magnitude + 0xfffU + (magnitude >> 13 & 1U)) & ~0x1fffU;
-    return bit_cast<float>(sign | (magnitude < 0x47800000U ? magnitude : 0x7f800000U));  // 2^16 and more is infinite
-}
-
 // Memory traffic: the copy is read and written, the parameters are read (10 bytes per element).
 template <class Lanes, class Type>
 void add_moved(float* copy, const void* params, uint64_t numel) {

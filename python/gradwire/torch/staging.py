@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from .. import _core
+from ..arrays import cuda_core, device_of, stream_of
 
 __all__ = ["Staging", "fetch_moved", "local_of", "store", "sum_of", "sums_of"]
 
@@ -19,8 +20,6 @@ _KIND = ("dtype", "device", "shape")
 
 # One thread for so many elements, at most.
 _THREAD_NUMEL = 1 << 20
-# On a device, where many tensors share a launch: what the temporary values of one launch may have.
-_LAUNCH_NUMEL = 1 << 24
 
 
 class Staging:
@@ -81,12 +80,14 @@ class Staging:
     @property
     def memory(self) -> torch.Tensor:
         """Holds the tensor's values after ``fetch``."""
+        if self._copy is not None:
+            return self._copy
         tensor = self.tensor
         # The layout may change in the middle of training: ``model.to(memory_format=torch.channels_last)``.
-        if self._copy is None and not tensor.is_contiguous():
-            self._make_copy()
-            self.fetch()
-        return tensor if self._copy is None else self._copy
+        if tensor.is_contiguous():
+            return tensor
+        self._make_copy()
+        return self.fetch()
 
     @property
     def is_rounded(self) -> bool:
@@ -98,7 +99,7 @@ class Staging:
         """Whether the memory is a copy on a device of a tensor there, with nothing but another dtype."""
         copy, tensor = self._copy, self.source
         is_there = copy is not None and copy.is_cuda and tensor.is_cuda and self._constants is None
-        return is_there and self.is_rounded and self.tensor.is_contiguous()
+        return is_there and self.is_rounded and local_of(tensor).is_contiguous()
 
     @property
     def constants(self) -> torch.Tensor | None:
@@ -226,33 +227,17 @@ class Staging:
 
 
 def fetch_moved(stagings: Sequence[Staging]) -> None:
-    """Call ``fetch_moved`` of every staging; those on a device share their launches."""
-    together: list[tuple[torch.Tensor, torch.Tensor]] = []
-    numel = 0
+    """Call ``fetch_moved`` of every staging; those on a device share a launch."""
+    copies, tensors = [], []
     for staging in stagings:
-        if not staging.is_converted_on_device:
+        if staging.is_converted_on_device:
+            copies.append(staging.memory)
+            tensors.append(staging.tensor)
+        else:
             staging.fetch_moved()
-            continue
-        together.append((staging.memory, staging.tensor))
-        numel += staging.memory.numel()
-        if numel >= _LAUNCH_NUMEL:
-            _add_moved(together)
-            together = []
-            numel = 0
-    if together:
-        _add_moved(together)
-
-
-def _add_moved(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Add to every memory what its tensor differs by from the rounded memory, all on one device."""
-    memories, tensors = (list(tensors) for tensors in zip(*pairs, strict=True))
-    rounded = [torch.empty_like(tensor) for tensor in tensors]
-    torch._foreach_copy_(rounded, memories)
-    before, now = ([torch.empty_like(memory) for memory in memories] for _ in range(2))
-    torch._foreach_copy_(before, rounded)
-    torch._foreach_copy_(now, tensors)
-    torch._foreach_sub_(now, before)
-    torch._foreach_add_(memories, now)
+    if copies:
+        device = device_of(copies)
+        cuda_core().add_moved(copies, tensors, device, stream_of(None, copies, device))
 
 
 def store(stagings: Sequence[Staging]) -> None:
