@@ -193,10 +193,6 @@ def seconds_of(measured: list[float], steps: int) -> float:
     return sum(measured[:steps]) + missing * statistics.mean(measured[len(measured) // 2 :])
 
 
-def spread(values: list[float]) -> str:
-    return f"{min(values):.3g} to {max(values):.3g}"
-
-
 def rows_of(task: str, results: Results) -> Iterator[Row]:
     """Yield the table of a task: a line for each method; then its targets: a column for each of gradwire's."""
     group = f"training-{task}"
@@ -204,7 +200,8 @@ def rows_of(task: str, results: Results) -> Iterator[Row]:
         for link_mbit in reversed(LINKS_MBIT):
             times, is_composed = results.times_to_target(task, method, link_mbit)
             if times:
-                note = spread(times) + ("; composed" if is_composed else "")
+                spread = [f"{min(times):.3g} to {max(times):.3g}"] * (len(times) > 1)
+                note = "; ".join(spread + ["composed"] * is_composed)
                 figures = 2 * [statistics.median(times)]
                 yield Row(group, method, f"s at {link_mbit} Mbit/s", *figures, note=note)
         curves = results.runs(task, method).values()
@@ -213,7 +210,8 @@ def rows_of(task: str, results: Results) -> Iterator[Row]:
             yield Row(group, method, "kB sent per node and step", sent, sent)
             losses = [one["points"][-1]["loss"] for one in curves]
             figures = 2 * [statistics.mean(losses)]
-            yield Row(group, method, "final loss", *figures, note=spread(losses))
+            note = ", ".join(f"{loss:.3f}" for loss in losses)
+            yield Row(group, method, "final loss", *figures, note=note)
     for method in METHODS:
         if method.startswith("gradwire"):
             for what, reference, figure, target in targets(task, method, results):

@@ -39,9 +39,9 @@ def seconds(task: str) -> dict[str, list[float | None]]:
         rf"<!-- begin {task} -->\n(.*?)<!-- end {task} -->", MEASURED.read_text(), re.S
     )
     head, _, *rows = [[one.strip() for one in row.split("|")[1:-1]] for row in block.splitlines()]
-    assert head[1:4] == [f"{rate} Mbit/s" for rate in RATES]
+    columns = [head.index(f"s at {rate} Mbit/s") for rate in RATES]
     return {
-        row[0]: [None if "not" in one else float(one.split()[0]) for one in row[1:4]]
+        row[0]: [float(row[at].split()[0].replace(",", "")) if row[at] else None for at in columns]
         for row in rows
     }
 

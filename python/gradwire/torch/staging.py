@@ -227,10 +227,10 @@ class Staging:
 
 
 def fetch_moved(stagings: Sequence[Staging]) -> None:
-    """Call ``fetch_moved`` of every staging; those on a device share a launch."""
+    """Call ``fetch_moved`` of every staging; those in half precision on a device share a launch."""
     copies, tensors = [], []
     for staging in stagings:
-        if staging.is_converted_on_device:
+        if staging.is_converted_on_device and staging.source.dtype in _HALVES:
             copies.append(staging.memory)
             tensors.append(staging.tensor)
         else:
