@@ -241,3 +241,51 @@ def test_two_nodes_that_join_with_the_same_snapshot_get_each_other_s_updates(see
     put_in = sum(one.put_in for one in trainers)
     kept = sum(one.encoder.residual.astype(np.float64) for one in trainers)
     np.testing.assert_array_equal(trainers[0].params + kept, START + put_in)
+
+
+@pytest.mark.parametrize("then", ["at once", "later", "killed"])
+@pytest.mark.parametrize("seed", seeds(3))
+def test_two_nodes_that_come_in_without_a_connection_lack_nothing(seed: int, then: str) -> None:
+    trainers: list[Trainer] = []
+    with cluster(seed) as world:
+        for node_id in (10, 20):
+            Trainer(world, trainers, node_id, min_peers=1)
+        world.run(until=lambda: len(trainers[0].node.updates) > 3)
+        for node_id in (30, 40):
+            Trainer(world, trainers, node_id, min_peers=1)
+        _, _, one, other = trainers
+        world.cut(one.node, other.node)
+        # Mostly both ask before a member knows that the other has come in: from then on a newcomer has to see both.
+        end_s = world.now_s + 2.0
+        phases = (one.share._membership, other.share._membership)
+        world.run(lambda: world.now_s > end_s or all(each.phase == "in" for each in phases))
+        if then != "at once":
+            world.run(lambda: world.now_s > end_s or len(one.node.updates) > 3)
+        if then == "killed":
+            world.kill(one.node)
+        else:
+            world.connect(one.node, other.node)
+        world.run()
+    alive = [each for each in trainers if not each.node.is_dead]
+    assert all(len(each.share.members) == len(alive) - 1 for each in alive)
+    assert len({each.params.tobytes() for each in alive}) == 1
+
+
+@pytest.mark.parametrize("seed", seeds(10))
+def test_a_first_member_that_is_dropped_before_it_begins_comes_in_late(seed: int) -> None:
+    """It hears of the beginning, of its loss and of the new connection together."""
+    trainers: list[Trainer] = []
+    with cluster(seed) as world:
+        for node_id in (10, 20, 30):
+            Trainer(world, trainers, node_id, min_peers=2)
+        first, other, late = trainers
+        world.run(until=lambda: first.share._membership.phase == "in")
+        world.stopped.add(late.node)
+        world.run(until=lambda: len(other.node.updates) > 1)
+        world.cut(other.node, late.node)
+        world.connect(other.node, late.node)
+        world.run(until=lambda: len(first.share.members) == 1)
+        world.stopped.clear()
+        world.run()
+    assert all(len(each.share.members) == 2 for each in trainers)
+    assert len({each.params.tobytes() for each in trainers}) == 1

@@ -95,6 +95,12 @@ class Churn:
             world.plan(turn, self.hurt)
         world.plan(turn + 700, self.end)
 
+    def run(self) -> None:
+        """Let everything happen; all four may be gone for a while."""
+        self.world.run()
+        while self.busy:
+            self.world.run()
+
     @property
     def living(self) -> list[Trainer]:
         return [each for each in self.trainers.values() if each.lives]
@@ -160,7 +166,8 @@ class Churn:
 FAILED = [("mesh", 7), ("mesh", 40), ("every", 4), ("every", 12), ("every", 34), ("sharded", 0)]
 FAILED += [("async", 37), ("async, every", 8), ("async, every", 17)]
 FAILED += [("sharded, every", 23), ("async", 5), ("async", 15), ("async", 29), ("async", 55)]
-FAILED += [("async", 223)]
+FAILED += [("async", 223), ("async", 47), ("async", 210), ("sharded, every", 303)]
+FAILED += [("async, every", 179), ("async, every", 209), ("async, every", 295)]
 HISTORIES = dict.fromkeys([*FAILED, *((way, seed) for way in WAYS for seed in seeds(2))])
 
 
@@ -168,7 +175,7 @@ HISTORIES = dict.fromkeys([*FAILED, *((way, seed) for way in WAYS for seed in se
 def test_nobody_ends_or_begins_again_and_all_replicas_are_the_same(way: str, seed: int) -> None:
     with cluster(seed) as world:
         churn = Churn(world, WAYS[way])
-        world.run()
+        churn.run()
     last = list(churn.trainers.values())
     assert all(each.has_finished for each in last)
     shared = [each.share.shared(each.params)[0] for each in last]

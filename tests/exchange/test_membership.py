@@ -431,6 +431,36 @@ def test_only_the_node_that_stood_still_joins_again(connects_at: int, seed: int,
     assert late.share.next_step == other.share.next_step
 
 
+@pytest.mark.parametrize("seed", seeds(5))
+@pytest.mark.parametrize("options", [{}, {"topology": "sharded"}, {"every": 4}], ids=str)
+def test_a_node_that_is_dropped_in_its_first_step_goes_on_in_the_same_training(
+    seed: int, options: Any
+) -> None:
+    """It sees nobody but a new node, and goes on with it until it sees the others."""
+    with cluster(seed) as world:
+        trainers = [
+            Trainer(world, node_id, 60, min_peers=2, moves=True, **options)
+            for node_id in (10, 20, 30)
+        ]
+        *others, late = trainers
+        world.run(until=lambda: all(each.share._membership.phase == "in" for each in trainers))
+        world.stopped.add(late.node)
+        drop(world, late.node, [each.node for each in others])
+        world.run(until=lambda: len(others[0].results) > 3)
+        trainers.append(Trainer(world, 40, 60, min_peers=1, moves=True, **options))
+        for each in others:
+            world.cut(trainers[3].node, each.node)
+        world.stopped.clear()
+        world.run(until=lambda: len(trainers[3].results) > 3)
+        for each in others:
+            for node in (late.node, trainers[3].node):
+                world.connect(each.node, node)
+        world.run()
+    assert_identical(trainers)
+    trainings = {each.share.state_dict()["training"] for each in trainers}
+    assert len(trainings) == 1
+
+
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("seed", seeds(5))
 @pytest.mark.parametrize("connects_at", [20, 40])

@@ -262,11 +262,10 @@ class Departure:
     def _add_report(self, reporter: NodeRun, number: int, payload: memoryview) -> None:
         membership = self._membership
         named = decode_steps(payload)
-        first_lacking = named.pop(
-            membership.run, None
-        )  # of this node's updates, if it is reported as gone
-        self._reports[reporter] = named
         membership.add_reported(named)
+        # Of this node's updates, if it is reported as gone.
+        first_lacking = named.pop(membership.run, None)
+        self._reports[reporter] = named
         # Three kinds of reporters: one that is no member here, and would wait for this node's reports for ever; one
         # that is itself gone, whose opinion does not count; and a member, whose report may be about this node.
         if reporter not in membership.members:
@@ -279,6 +278,8 @@ class Departure:
             and first_lacking >= membership.first_step
         ):
             self.rejoin("the others have gone on without this node")
+        elif not self._is_sync and membership.lacks_updates(named):
+            self.rejoin("updates of a node that is gone have never come here")
         else:
             gone = [
                 run
@@ -602,16 +603,30 @@ class Trainings:
             # The others have gone on without the sender, which does not know it yet.
             self._departure.report(run)
             return
-        if was_outside and not self._is_sync and not own_group.isdisjoint(hello.members):
+        if not self._is_sync and not own_group.isdisjoint(hello.members):
             if not self._departure.has_gone(run, hello.first_step):
-                membership.admit(run, hello.first_step)
-                membership.admit_unaware(run)
-                self._router.introduce(run)  # a newcomer waits for this
-            return
+                self._admit(run, hello.first_step)
+                return
+            if was_outside:
+                return
         if not names_this_node:  # synchronous newcomers are admitted at the end of a step
             self.give_way(run, hello)
             if was_outside:
                 self._router.introduce(run)  # its part may be the one that has to join
+
+    def _admit(self, run: NodeRun, first_step: int) -> None:
+        """Make a node a member that this node's group has admitted, or join again if this node lacks its updates."""
+        membership = self._membership
+        # Two nodes may come in by the same member while they do not see each other: neither gets what the other sends
+        # until they do.
+        first_received = membership.expect_updates(run).first_received
+        if first_received is not None and first_received > first_step:
+            name = self._introductions.name_of(run)
+            self._departure.rejoin(f"updates of {name} have never come here")
+            return
+        membership.admit(run, first_step)
+        membership.admit_unaware(run)
+        self._router.introduce(run)  # a newcomer waits for this
 
     def is_elsewhere(self, hello: Hello) -> bool:
         """Return whether a node that this one has admitted came in with other members: both parts of a split have."""

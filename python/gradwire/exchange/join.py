@@ -661,7 +661,8 @@ def _snapshot_of(
     """
     shared = replica.export_state(params)
     sharding = replica.sharding
-    workers = membership.introductions.workers
+    introductions = membership.introductions
+    workers = introductions.workers
     senders = () if sharding is None else sharding.senders
     return Snapshot(
         replica.step,
@@ -670,7 +671,8 @@ def _snapshot_of(
         copies([*shared, *optimizer_state.export()]),
         len(shared),
         membership.origin,
-        membership.introductions.training,
+        # A node that goes on alone may have left it: members that it does not see take part in it.
+        introductions.training or introductions.left_training,
         sharding is not None,
         {} if sharding is None else sharding.accepted,
         senders,

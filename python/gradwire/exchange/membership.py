@@ -195,7 +195,7 @@ class Membership:
         broken: members whose connection ended.
         departing: for every member that is gone, the first of its updates that this node lacks.
         finals: for those on which the members have agreed, the first update that nobody applies.
-        reported: the nodes that this node's last report names.
+        reported: the nodes that others report as gone, this node perhaps among them, and those that it reports.
         pace: of this node's exchanges.
     """
 
@@ -220,7 +220,8 @@ class Membership:
         self.pace = Pace()
         self._role = role
         self._keeps = keeps
-        self._is_late = False  # has joined with a snapshot
+        # Of the snapshot with which this node has joined: the first update that is not in it; None: a first member.
+        self._snapshot_step: int | None = None
         # Lost and joined members, for the next step's result.
         self._events: tuple[list[NodeRun], list[NodeRun]] = ([], [])
 
@@ -296,7 +297,7 @@ class Membership:
         """
         self.finals = dict(finals)
         self.past.clear()
-        self._is_late = True
+        self._snapshot_step = min(positions.values(), default=step)
         self.next_step = step
         self.begin((), step, origin, is_sharded=is_sharded, training=training)
         self.introductions.confirm()
@@ -407,8 +408,7 @@ class Membership:
         """Stop being a member; updates count again from where the others introduce themselves to a newcomer."""
         # What this node has applied is still true of its parameters, should it have to go on with them.
         self.finals.update(self.positions)
-        if not self.introductions.is_confirmed:
-            self.introductions.take_part("", is_confirmed=False)
+        self.introductions.leave_training()
         self.members.clear()
         self.broken.clear()
         self.departing.clear()
@@ -474,11 +474,26 @@ class Membership:
         They do not apply its updates, so an asynchronous node sends none yet; a synchronous one is `READY` as long.
         """
         # The first members name each other before anybody sends an update.
-        if not self._is_late:
+        if self._snapshot_step is None:
             return frozenset()
         # What a member said is forgotten with its connection, and it is gone in a moment.
         here = set(self.peers) - self.broken
         return frozenset(run for run in here if not self.is_known_to(run))
+
+    def lacks_updates(self, next_missing: dict[NodeRun, int]) -> bool:
+        """Return whether updates before these of departed nodes, which this node has never met, are missing here.
+
+        Two asynchronous nodes may come in by the same member without seeing each other. If one of them goes before they
+        do, the other has none of its updates, and the members have applied them.
+        """
+        # What is reported of the time before the snapshot is in it. First members have met everybody: a newcomer waits
+        # until they know it.
+        begin = self._snapshot_step
+        return begin is not None and any(
+            step > max(begin, self.finals.get(run, 0))
+            for run, step in next_missing.items()
+            if run not in self.members
+        )
 
     # ---- positions ---------------------------------------------------------------------------------------------------
 
@@ -780,6 +795,9 @@ class Router:
         # Every connection begins with an introduction, also one that replaces a lost connection of the same node.
         for run in sorted(self._connected - self._introduced):
             self._introduced.add(run)
+            # The introduction of the connection before may have been handled after that had ended.
+            if run in self._introductions.hellos:
+                self._membership.forget_connection(run, None)
             self.introduce(run)
         # An introduction may be handled after its connection has ended, or before it is seen.
         for run in [run for run in self._introductions.hellos if run not in self._connected]:

@@ -461,6 +461,7 @@ class Introductions:
         teams: of this node and of those that have introduced themselves, see `Hello`.
         training: identity of this node's training, see `Hello`.
         is_confirmed: as there.
+        left_training: identity of the training that this node has left without a finished step; or empty.
         superseded: the reason why this node must not go on: its run was started again without it; or empty.
     """
 
@@ -485,6 +486,7 @@ class Introductions:
         self.teams: dict[NodeRun, tuple[int, int]] = {run_of(me): (1, 1)}
         self.training = ""
         self.is_confirmed = False
+        self.left_training = ""
         self.superseded = ""
         self._judge: Callable[[NodeRun, Hello], str] = lambda *_: ""
         self._excluded: dict[NodeRun, str] = {}
@@ -555,6 +557,12 @@ class Introductions:
         self.training = training
         self.is_confirmed = is_confirmed
         self.compare_all()
+
+    def leave_training(self) -> None:
+        """Be free to take part in another training, unless a step of this one is finished."""
+        if self.training and not self.is_confirmed:
+            self.left_training = self.training
+            self.take_part("", is_confirmed=False)
 
     def confirm(self) -> None:
         """Note that a step of the training is finished: from now on this node takes part in no other."""

@@ -256,11 +256,11 @@ class Start:
         compatible = self._introductions.compatible()
         membership = self._membership
         others = [run for run in hello.members if run != membership.run]
-        # The others may have begun, and lost a member that this node has never met, or have sent their first updates
-        # before a connection was lost: it is too late to begin with them.
+        # The others may have begun, and lost a member that this node has never met, or this node itself, or have sent
+        # their first updates before a connection was lost: it is too late to begin with them.
         streams = [membership.others[run] for run in others if run in membership.others]
         is_late = any((stream.first_received or 0) > self._replica.step for stream in streams)
-        if is_late or not membership.reported.isdisjoint(others):
+        if is_late or not membership.reported.isdisjoint(hello.members):
             self._router.announce(Phase.JOINING)
             return
         # A step would wait for members that are not connected yet, and suspect them. So this node begins a little later
