@@ -428,9 +428,8 @@ class Endpoint:
         self._release_log()
 
     def _new_session(self, address: Address, now_s: float) -> Session:
-        index = int.from_bytes(self.local.entropy(4), "little")  # which nobody can guess
-        while index in self.sessions.by_index:
-            index = int.from_bytes(self.local.entropy(4), "little")
+        while (index := int.from_bytes(self.local.entropy(4), "little")) in self.sessions.by_index:
+            pass  # nobody can guess the number
         session = self.sessions.by_index[index] = Session(self, index, address, now_s)
         return session
 

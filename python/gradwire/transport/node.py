@@ -193,7 +193,7 @@ class Node(NotCopied, instead="make a node in every process that has one"):
     def wait_for_peers(
         self, count: int, timeout_s: float, until: Callable[[], bool] = bool
     ) -> tuple[Peer, ...]:
-        """Wait for so many peers, or for ``until()`` to be true, and return those here; the log names the missing ones.
+        """Wait for ``count`` peers, or until ``until()`` is true, and return the peers; the log names the missing ones.
 
         Raises:
             TimeoutError: fewer connected in time; the message names the missing ranks and addresses, and the rejected
@@ -235,8 +235,9 @@ class Node(NotCopied, instead="make a node in every process that has one"):
             text += "and does the firewall pass UDP?"
         rejected = self._endpoint.local.rejected
         if rejected.last is not None:
-            text += f"; {rejected.count} INIT datagrams were not answered, the last from "
-            text += f"{format_address(rejected.last)}: {rejected.reason}; this node has {self._secret_name}"
+            last = format_address(rejected.last)
+            text += f"; {rejected.count} INIT datagrams were not answered, the last from {last}: {rejected.reason}"
+            text += f"; this node has {self._secret_name}"
         return text
 
     def events(self) -> list[Event]:

@@ -267,8 +267,7 @@ class Session:
         return frames
 
     def _path_token(self, address: Address) -> int:
-        token: int = self._endpoint.local.path_token(self.index, address)
-        return token
+        return int(self._endpoint.local.path_token(self.index, address))
 
     def _probe_path(self, address: Address, nbytes: int, now_s: float) -> None:
         """Ask whether the peer is at this address, from which a datagram with so many sealed bytes has come.
@@ -470,7 +469,8 @@ class Session:
         if self.state is State.UP:
             heartbeat_at_s = self.control.sent_at_s + limits.heartbeat_s
             deadline_s = min(deadline_s, heartbeat_at_s, self.sender.deadline_s())
-        return float(min(deadline_s, self.receiver.ack_at_s if self.receiver else NEVER_S))
+        ack_at_s = NEVER_S if self.receiver is None else self.receiver.ack_at_s
+        return float(min(deadline_s, ack_at_s))
 
     def close(self, now_s: float) -> None:
         """Send a CLOSE; messages that are not acknowledged yet count as undelivered."""
