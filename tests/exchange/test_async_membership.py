@@ -271,21 +271,24 @@ def test_two_nodes_that_come_in_without_a_connection_lack_nothing(seed: int, the
     assert len({each.params.tobytes() for each in alive}) == 1
 
 
+@pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("seed", seeds(10))
-def test_a_first_member_that_is_dropped_before_it_begins_comes_in_late(seed: int) -> None:
+def test_a_first_member_that_is_dropped_before_it_begins_comes_in_late(
+    seed: int, count: int
+) -> None:
     """It hears of the beginning, of its loss and of the new connection together."""
     trainers: list[Trainer] = []
     with cluster(seed) as world:
-        for node_id in (10, 20, 30):
-            Trainer(world, trainers, node_id, min_peers=2)
-        first, other, late = trainers
-        world.run(until=lambda: first.share._membership.phase == "in")
+        for node_id in (10, 20, 30)[:count]:
+            Trainer(world, trainers, node_id, min_peers=count - 1)
+        late, other = trainers[-1], trainers[-2]
+        world.run(until=lambda: other.share._membership.phase == "in")
         world.stopped.add(late.node)
         world.run(until=lambda: len(other.node.updates) > 1)
         world.cut(other.node, late.node)
+        world.run(until=lambda: len(trainers[0].share.members) == count - 2)
         world.connect(other.node, late.node)
-        world.run(until=lambda: len(first.share.members) == 1)
         world.stopped.clear()
         world.run()
-    assert all(len(each.share.members) == 2 for each in trainers)
+    assert all(len(each.share.members) == count - 1 for each in trainers)
     assert len({each.params.tobytes() for each in trainers}) == 1

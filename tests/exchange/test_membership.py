@@ -432,6 +432,78 @@ def test_only_the_node_that_stood_still_joins_again(connects_at: int, seed: int,
 
 
 @pytest.mark.parametrize("seed", seeds(5))
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("options", [{}, {"topology": "sharded"}], ids=str)
+def test_a_node_that_is_lost_before_it_begins_comes_in_late(
+    options: Any, count: int, seed: int
+) -> None:
+    """It hears of the beginning, of its loss and of the new connection together."""
+    with cluster(seed) as world:
+        trainers = [
+            Trainer(world, node_id, 40, min_peers=count - 1, **options)
+            for node_id in (10, 20, 30)[:count]
+        ]
+        late, other = trainers[-1], trainers[-2]
+        world.run(until=lambda: other.share._membership.phase == "in")
+        world.stopped.add(late.node)
+        world.cut(other.node, late.node)
+        world.run(until=lambda: len(trainers[0].share.members) == count - 2)
+        world.connect(other.node, late.node)
+        world.stopped.clear()
+        world.run()
+    assert_identical(trainers)
+
+
+@pytest.mark.parametrize("seed", seeds(10))
+@pytest.mark.parametrize("options", [{}, {"topology": "sharded"}], ids=str)
+def test_a_newcomer_that_loses_its_member_does_not_go_on_while_another_one_sees_it(
+    options: Any, seed: int
+) -> None:
+    with cluster(seed) as world:
+        member = Trainer(world, 30, 60, min_peers=0, **options)
+        world.run(until=lambda: len(member.results) > 3)
+        newcomers = [Trainer(world, node_id, 60, min_peers=2, **options) for node_id in (10, 20)]
+        lost, follower = newcomers
+        world.run(until=lambda: follower.share._membership.phase in ("ready", "in"))
+        world.stopped.add(follower.node)
+        world.run(until=lambda: lost.share._membership.phase in ("ready", "in"))
+        world.cut(member.node, lost.node)
+        until_s = world.now_s + 1.0
+        world.run(until=lambda: world.now_s > until_s)
+        world.stopped.clear()
+        world.connect(member.node, lost.node)
+        world.run()
+    assert all(each.share.step_number >= 60 for each in newcomers)
+    assert member.share._membership.first_step == 0  # it has not joined again
+    assert_identical([member, *newcomers])
+
+
+@pytest.mark.parametrize("seed", seeds(15))
+@pytest.mark.parametrize("options", [{}, {"topology": "sharded"}], ids=str)
+def test_a_newcomer_that_follows_the_admission_of_one_that_joins_again_comes_in(
+    options: Any, seed: int
+) -> None:
+    with cluster(seed) as world:
+        members = [Trainer(world, node_id, 60, min_peers=1, **options) for node_id in (30, 40)]
+        world.run(until=lambda: len(members[0].results) > 3)
+        newcomers = [Trainer(world, node_id, 60, min_peers=3, **options) for node_id in (10, 20)]
+        again, follower = newcomers
+        world.run(until=lambda: follower.share._membership.phase == "joining")
+        world.run(until=lambda: follower.share._membership.phase != "joining")
+        world.stopped.add(follower.node)
+        end_s = world.now_s + 1.0
+        named = members[0].share._membership.members
+        world.run(until=lambda: again.share._membership.run in named or world.now_s > end_s)
+        world.cut(members[0].node, again.node)
+        world.connect(members[0].node, again.node)
+        phase = again.share._membership
+        world.run(until=lambda: phase.phase == "joining" or world.now_s > end_s)
+        world.stopped.clear()
+        world.run()
+    assert_identical([*members, *newcomers])
+
+
+@pytest.mark.parametrize("seed", seeds(5))
 @pytest.mark.parametrize("options", [{}, {"topology": "sharded"}, {"every": 4}], ids=str)
 def test_a_node_that_is_dropped_in_its_first_step_goes_on_in_the_same_training(
     seed: int, options: Any

@@ -42,8 +42,8 @@ _LOG = logging.getLogger(__name__)
 # Number of a report on nodes that have all said that they leave.
 _ALL_LEAVE = 1
 
-# How long a node that was to join sees no member, but new nodes, before it begins with them.
-_BEGIN_S = 2.0
+# How long a node that was to join sees no member before it goes on, or begins with new nodes.
+_WAIT_S = 2.0
 
 # A node, the node that began its training, and the members.
 _Side = tuple[NodeRun, NodeRun, tuple[NodeRun, ...]]
@@ -198,12 +198,13 @@ class Departure:
             _LOG.warning("%s: %d nodes go on", self._introductions.describe_departed(gone), count)
         if gone and membership.phase is Phase.IN:
             self._router.announce(Phase.IN)
-        for run in gone if not self._is_sync else ():
+        for run in gone:
             # The node may have come in again before the others agreed that it had gone: here, or in another part of a
-            # split network. Its introduction counts from now on.
+            # split network. Or it has given this node up as well. Its introduction counts from now on.
             hello = self._introductions.compatible(Phase.IN).get(run)
-            if hello and run in membership.others and not self.has_gone(run, hello.first_step):
-                self._on_return(run, hello, was_outside=True)
+            if hello:
+                is_back = run in membership.others and not self.has_gone(run, hello.first_step)
+                self._on_return(run, hello, was_outside=is_back)
 
     def makes_useless(self, positions: dict[NodeRun, int], finals: dict[NodeRun, int]) -> bool:
         """Return whether a member of a snapshot is gone, or a node has come and gone since, whose updates it lacks.
@@ -485,29 +486,26 @@ class Trainings:
         self._router = router
         self._departure = departure
         self._is_sync = is_sync
-        self._begins_at_s: float | None = None
+        self._waits_until_s: float | None = None
         self._introductions.set_judge(self._difference)
         departure.set_on_return(self.handle_unknown)
 
-    @property
-    def has_to_resume(self) -> bool:
-        """Whether no member is left, and this node is the one that goes on with the training's parameters.
+    def has_to_resume(self, members: Collection[NodeRun]) -> bool:
+        """Return whether no member is left, and this node is the one that goes on with the training's parameters.
 
         It is the first of those that wait for a member and have these parameters.
+
+        Args:
+            members: that this node may join.
         """
         membership = self._membership
         introductions = self._introductions
+        if membership.is_sharded is None or membership.destination is not Phase.IN:
+            return False
         # The word of every connected node counts.
         connected = set(map(introductions.register, self._router.node.peers))
         joining = introductions.compatible(Phase.JOINING)
         waiting = joining.keys() | introductions.compatible(Phase.NEW).keys()
-        if (
-            membership.is_sharded is None
-            or membership.destination is not Phase.IN
-            or not waiting
-            or not introductions.hellos.keys() >= connected
-        ):
-            return False
         # A node that was never a member has only its own initial parameters.
         origins = {
             run: hello.origin for run, hello in joining.items() if hello.is_sharded is not None
@@ -515,8 +513,13 @@ class Trainings:
         origins[membership.run] = membership.origin
         # The training that began earlier goes on. Workers come last, because they own no parameters.
         workers = introductions.workers
-        return membership.run == min(
-            origins, key=lambda run: (run in workers, *reversed(origins[run]), run)
+        first = min(origins, key=lambda run: (run in workers, *reversed(origins[run]), run))
+        return self._lasts(
+            first == membership.run
+            and bool(waiting)
+            and not members
+            and not introductions.compatible(Phase.READY)  # they follow members
+            and introductions.hellos.keys() >= connected
         )
 
     def has_to_begin(self) -> bool:
@@ -526,20 +529,22 @@ class Trainings:
         """
         membership = self._membership
         introductions = self._introductions
+        if membership.is_sharded is not None or membership.destination is not Phase.IN:
+            return False
         connected = set(map(introductions.register, self._router.node.peers))
         others = introductions.compatible().values()
-        has_to = (
-            membership.is_sharded is None
-            and membership.destination is Phase.IN
-            and introductions.hellos.keys() >= connected
+        return self._lasts(
+            introductions.hellos.keys() >= connected
             and all(hello.is_sharded is None for hello in others)
             and any(hello.phase is Phase.NEW for hello in others)
         )
-        # A member may still be on its way here, and a new node may have found one.
+
+    def _lasts(self, is_due: bool) -> bool:
+        """Return whether this has been so for a while: a member may still be on its way here, and others may see it."""
         now_s = clock.now_s()
-        if not has_to or self._begins_at_s is None:
-            self._begins_at_s = now_s + _BEGIN_S if has_to else None
-        return has_to and now_s >= (self._begins_at_s or math.inf)
+        if not is_due or self._waits_until_s is None:
+            self._waits_until_s = now_s + _WAIT_S if is_due else None
+        return is_due and now_s >= (self._waits_until_s or math.inf)
 
     def _difference(self, run: NodeRun, hello: Hello) -> str:
         """Return why a node takes part in another training; empty if it does not."""
@@ -599,12 +604,13 @@ class Trainings:
         # node in and has not heard that it was left behind; it was admitted by this node's group (asynchronous nodes
         # admit by introduction); it belongs to the other part of a split network; or both.
         own_group = {membership.run, *membership.peers}
-        if names_this_node and not was_outside:
+        has_gone = self._departure.has_gone(run, hello.first_step)
+        if names_this_node and (has_gone or not was_outside):
             # The others have gone on without the sender, which does not know it yet.
             self._departure.report(run)
             return
         if not self._is_sync and not own_group.isdisjoint(hello.members):
-            if not self._departure.has_gone(run, hello.first_step):
+            if not has_gone:
                 self._admit(run, hello.first_step)
                 return
             if was_outside:
@@ -630,8 +636,9 @@ class Trainings:
 
     def is_elsewhere(self, hello: Hello) -> bool:
         """Return whether a node that this one has admitted came in with other members: both parts of a split have."""
-        names_this_node = self._membership.run in hello.members
-        return self._is_sync and hello.phase is Phase.IN and not names_this_node
+        here = self._membership
+        is_sync_member = self._is_sync and here.phase is Phase.IN
+        return is_sync_member and hello.phase is Phase.IN and here.run not in hello.members
 
     def absent(self, admitted: Collection[NodeRun]) -> list[NodeRun]:
         """Return those of the newcomers that are admitted with a step and send no update for their first one."""
@@ -646,6 +653,8 @@ class Trainings:
         """Join again if not this node's training, or part of it, goes on but that of another member."""
         membership = self._membership
         introductions = self._introductions
+        if membership.phase is Phase.JOINING:  # it has given way already
+            return
         is_same = hello.training == introductions.training
         if not is_same and hello.is_confirmed != introductions.is_confirmed:
             # The sender may know this node from before its first step.

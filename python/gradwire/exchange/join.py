@@ -183,11 +183,7 @@ class Join:
         starts_anew = hello.phase in (Phase.JOINING, Phase.READY)
         is_member = run in membership.members
         if is_member and not starts_anew and hello.phase is not Phase.LEAVING:
-            if (
-                membership.phase is Phase.IN
-                and run in membership.peers
-                and self._trainings.is_elsewhere(hello)
-            ):
+            if run in membership.peers and self._trainings.is_elsewhere(hello):
                 self._departure.suspect([run], "came in with another part of a split network")
                 self._trainings.give_way(run, hello)
             return
@@ -247,9 +243,10 @@ class Join:
             self._replica.assign_owners(senders, next_step, self._introductions.workers)
         if membership.finals:
             self._departure.remove_departed()
-        if not admitted or membership.phase is not Phase.IN:
+        if not admitted:
             return
-        self._router.announce(Phase.IN)  # a newcomer waits for this
+        if membership.phase is Phase.IN:
+            self._router.announce(Phase.IN)  # a newcomer waits for this
         absent = self._trainings.absent(admitted)
         if absent:
             self._departure.suspect(absent, "joins again")
@@ -382,7 +379,7 @@ class Join:
         """Ask for a snapshot, or load the one that has arrived."""
         members = self._trainings.joinable()
         # With ``min_members`` no step is taken alone.
-        if not members and _is_enough(self) and self._trainings.has_to_resume:
+        if _is_enough(self) and self._trainings.has_to_resume(members):
             self._resume(params, optimizer_state)
         elif self._recipient.donor not in members:
             self._ask(members, params)

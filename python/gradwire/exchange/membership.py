@@ -639,6 +639,9 @@ class Router:
         # What was seen last, so that a step in which nobody comes or goes compares two tuples and nothing else.
         self._connected: frozenset[NodeRun] = frozenset()
         self._introduced: set[NodeRun] = set()
+        self._ended: set[NodeRun] = (
+            set()
+        )  # connections whose last messages may be handled after their end
         self._slice_bytes = self._introductions.slice_bytes  # that all connected nodes take
         self._ignored = 0  # updates of nodes that are no members
         self._held: list[tuple[NodeRun, memoryview]] | None = None
@@ -765,14 +768,17 @@ class Router:
         # Losses before messages: a connection that has ended and begun again meanwhile brings an introduction, which
         # would be forgotten with the old connection. What a lost peer has sent is all taken before the peer counts as
         # lost.
+        ended: set[NodeRun] = set()
         while events := self.node.events():
             for event in events:
                 if isinstance(event, PeerLost):
                     run = run_of(event.peer)
                     reason = _REASONS.get(event.reason, f"is gone: {event.reason}")
                     self._forget_connection(run, reason)
+                    ended.add(run)
             received = [*received, *self.node.receive(timeout_s=0.0)]
             self._greet(self.node.peers)
+        self._ended |= ended - self._connected
         for peer, tag, payload in received:
             kind, number = divmod(tag, TAG_NUMBERS)
             sender = self._runs.get(peer) or self._introductions.register(peer)
@@ -792,16 +798,15 @@ class Router:
         self._connected = frozenset(self._runs.values())
         self._introduced &= self._connected
         self._slice_bytes = self._introductions.common_slice_bytes(self._connected)
+        # An introduction may be handled after its connection has ended, or before it is seen.
+        known = self._introductions.hellos.keys()
+        for run in sorted((known - self._connected) | (known & self._ended)):
+            self._forget_connection(run, None)
+        self._ended.clear()
         # Every connection begins with an introduction, also one that replaces a lost connection of the same node.
         for run in sorted(self._connected - self._introduced):
             self._introduced.add(run)
-            # The introduction of the connection before may have been handled after that had ended.
-            if run in self._introductions.hellos:
-                self._membership.forget_connection(run, None)
             self.introduce(run)
-        # An introduction may be handled after its connection has ended, or before it is seen.
-        for run in [run for run in self._introductions.hellos if run not in self._connected]:
-            self._forget_connection(run, None)
 
     def _forget_connection(self, run: NodeRun, reason: str | None) -> None:
         self._introduced.discard(run)
@@ -872,11 +877,9 @@ class Router:
             # From a new connection, before its introduction: others were lost with the old one.
             membership.expect_nothing(sender)
         elif sender not in membership.broken and step >= (stream.first_received or 0):
-            is_known = step < stream.received or not self._introductions.is_confirmed
-            if membership.phase is Phase.IN and is_known:
+            if membership.phase is Phase.IN and step < stream.received:
                 raise membership.wrong_step(sender, step)
-            # Both have trained, so neither has begun with a wrong checkpoint. What lies between is lost, as it is where
-            # a connection breaks: one of them joins again.
+            # What lies between is lost, as it is where a connection breaks: one of both joins again.
             _LOG.warning("%s", membership.wrong_step(sender, step))
             membership.mark_broken(sender)
 
