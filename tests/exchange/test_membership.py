@@ -478,6 +478,26 @@ def test_a_newcomer_that_loses_its_member_does_not_go_on_while_another_one_sees_
     assert_identical([member, *newcomers])
 
 
+@pytest.mark.parametrize("seed", seeds(5))
+@pytest.mark.parametrize("options", [{}, {"topology": "sharded"}, {"every": 4}], ids=str)
+def test_the_newest_of_the_states_goes_on_where_no_member_is_left(options: Any, seed: int) -> None:
+    with cluster(seed) as world:
+        still, newest = (
+            Trainer(world, node_id, 60, min_peers=1, moves=True, **options) for node_id in (10, 20)
+        )
+        newest.resyncs_at = 15
+        world.run(until=lambda: len(newest.results) > 3)
+        drop(world, still.node, [newest.node])
+        end_s = world.now_s + 10.0
+        world.run(until=lambda: world.now_s > end_s)
+        assert still.share._membership.phase == newest.share._membership.phase == "joining"
+        world.connect(still.node, newest.node)
+        world.run()
+    steps = [result.step for result in newest.results if not result.is_local]
+    assert steps == sorted(set(steps))
+    assert_identical([still, newest])
+
+
 @pytest.mark.parametrize("seed", seeds(15))
 @pytest.mark.parametrize("options", [{}, {"topology": "sharded"}], ids=str)
 def test_a_newcomer_that_follows_the_admission_of_one_that_joins_again_comes_in(

@@ -493,7 +493,7 @@ class Trainings:
     def has_to_resume(self, members: Collection[NodeRun]) -> bool:
         """Return whether no member is left, and this node is the one that goes on with the training's parameters.
 
-        It is the first of those that wait for a member and have these parameters.
+        It has the newest of all those that wait for a member.
 
         Args:
             members: that this node may join.
@@ -507,13 +507,19 @@ class Trainings:
         joining = introductions.compatible(Phase.JOINING)
         waiting = joining.keys() | introductions.compatible(Phase.NEW).keys()
         # A node that was never a member has only its own initial parameters.
-        origins = {
-            run: hello.origin for run, hello in joining.items() if hello.is_sharded is not None
+        states = {
+            run: (hello.origin, hello.step)
+            for run, hello in joining.items()
+            if hello.is_sharded is not None
         }
-        origins[membership.run] = membership.origin
-        # The training that began earlier goes on. Workers come last, because they own no parameters.
+        states[membership.run] = membership.origin, membership.next_step
+        # The training that began earlier goes on, from the state with most steps. Workers come last, because they own
+        # no parameters.
         workers = introductions.workers
-        first = min(origins, key=lambda run: (run in workers, *reversed(origins[run]), run))
+        first = min(
+            states,
+            key=lambda run: (run in workers, *reversed(states[run][0]), -states[run][1], run),
+        )
         return self._lasts(
             first == membership.run
             and bool(waiting)
