@@ -12,14 +12,18 @@ import gradwire as gw
 from gradwire import reference
 from gradwire.errors import Mismatch
 from gradwire.exchange.membership import STEPS_AHEAD_MAX, UpdateStream
+from gradwire.exchange.owner import Division
 from gradwire.exchange.protocol import (
     TAG_NUMBERS,
     Hello,
     Kind,
     NodeRun,
     Note,
+    PartUpdate,
     Phase,
     decode_steps,
+    run_of,
+    tag_of,
 )
 from gradwire.exchange.snapshot import Snapshot
 from gradwire.transport.addressing import parse_numeric
@@ -322,3 +326,24 @@ def test_of_two_nodes_both_see_the_error() -> None:
         lie_from(liar.node, 5, damaged)
         with pytest.raises(gw.MessageError, match=r"step 5 from 127.0.0.1:1002"):
             world.run()
+
+
+def test_a_part_for_another_number_of_owners_ends_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    """Its sender counts other members for a moment."""
+    with cluster(4) as world:
+        trainers = [
+            Trainer(world, node_id, 30, min_peers=2, topology="sharded") for node_id in (10, 20, 30)
+        ]
+        owner, sender, _ = trainers
+        world.run(until=lambda: len(owner.results) > 3)
+        node = sender.node
+        messages = [
+            gw.Encoder(part.numel, THRESHOLD).encode(np.zeros(part.numel, np.float32))
+            for _, part in Division(sender.share._groups).part(2, 0)
+        ]
+        for step in range(5, 8):
+            part = PartUpdate(messages, run_of(node.peer), step, 2, 0)
+            node.publish(part.pack(), tag=tag_of(Kind.PART, step), to=owner.node.peer)
+        world.run()
+    assert_identical(trainers)
+    assert "node with id 20 sent part 0 of 2, this node owns part 0 of 3" in caplog.text

@@ -6,6 +6,7 @@ encodes that residual, and publishes the result to everybody. The mesh never mak
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..codec import Encoder
-from ..errors import GradwireError, MessageError
+from ..errors import GradwireError
 from ..message import Message, apply, apply_many, dense_message
 from ..partition import Part, Partition
 from ..policy import owners_policy
@@ -32,6 +33,8 @@ __all__ = [
     "add_owner_state",
     "part_of_state",
 ]
+
+_LOG = logging.getLogger(__name__)
 
 # By owner and sender: number of the sender's first part that the owner has not accepted.
 Accepted = dict[NodeRun, dict[NodeRun, int]]
@@ -336,40 +339,44 @@ class Sharding:
         Args:
             sharded: this node's update.
             lost: nodes of which nothing more comes.
-
-        Raises:
-            MessageError: a node has assigned the parameters to other owners.
         """
         owner = sharded.owner
         # The parts are added once, also where the result has to be encoded again because it was too large.
         if owner is None or sharded.accepted is not None:
             return frozenset()
-        missing = [
-            run
-            for run in self.senders
-            if run not in lost and sharded.step not in self._arrived.get(run, {})
-        ]
+        missing = set()
+        for run in self.senders:
+            part = self._part_for(owner, run, sharded.step)
+            if part is None and run not in lost:
+                missing.add(run)
         if not missing:
-            self._accept(sharded, owner, lost)
+            self._accept(sharded, owner)
         return frozenset(missing)
 
-    def _accept(self, sharded: ShardedUpdate, owner: Owner, lost: Collection[NodeRun]) -> None:
+    def _part_for(self, owner: Owner, sender: NodeRun, step: int) -> PartUpdate | None:
+        """Return the part that a node has sent for an owner's next result, if it has."""
+        by_step = self._arrived.get(sender, {})
+        part = by_step.get(step)
+        if part is None or (part.parts, part.place) == (owner.parts, owner.place):
+            return part
+        # The sender counts other members than this node: it has seen an update that no other node has, or is in another
+        # part of a split network. One of both joins again as soon as it hears of it.
+        _LOG.warning(
+            "step %d: the node with id %d sent part %d of %d, this node owns part %d of %d",
+            *(step, sender.id, part.place, part.parts, owner.place, owner.parts),
+        )
+        del by_step[step]
+        return None
+
+    def _accept(self, sharded: ShardedUpdate, owner: Owner) -> None:
         """Add the parts that have arrived to the owner's residual, in the order of the nodes."""
         # In the order of the nodes, because float32 sums depend on the order, and a resumed run must have the same
         # bits.
         accepted: list[PartUpdate] = []
         for run in self.senders:
-            part = self._arrived.get(run, {}).get(sharded.step)
-            fits = part is not None and (part.parts, part.place) == (owner.parts, owner.place)
-            # A node that is lost may have seen an update that no other node has, and have assigned other owners.
-            if part is None or (run in lost and not fits):
+            part = self._part_for(owner, run, sharded.step)
+            if part is None:
                 sharded.missing.add(run)
-            elif not fits:
-                del self._arrived[run][sharded.step]
-                raise MessageError(
-                    f"the node with id {run.id} sent part {part.place} of {part.parts} for step {sharded.step}, this "
-                    f"node (id {self._run.id}) owns part {owner.place} of {owner.parts}"
-                )
             else:
                 accepted.append(part)
         sharded.accepted = accepted
