@@ -10,6 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 import gradwire as gw
+from gradwire.exchange.protocol import NodeRun
 
 from ..seeds import seeds
 from .cluster import Cluster, FakeNode, cluster
@@ -291,4 +292,21 @@ def test_a_first_member_that_is_dropped_before_it_begins_comes_in_late(
         world.stopped.clear()
         world.run()
     assert all(len(each.share.members) == count - 1 for each in trainers)
+    assert len({each.params.tobytes() for each in trainers}) == 1
+
+
+def test_nodes_that_begin_repeat_no_reports_of_an_earlier_training() -> None:
+    """Members that come in later would take them for nodes whose updates they lack."""
+    trainers: list[Trainer] = []
+    with cluster(3) as world:
+        for node_id in (10, 20):
+            Trainer(world, trainers, node_id, min_peers=1)
+        first = trainers[0].share._membership
+        first.add_reported({NodeRun(99, 5)})
+        world.run(until=lambda: len(trainers[0].node.updates) > 3)
+        assert not first.reported
+        late = Trainer(world, trainers, 30, min_peers=1)
+        world.run()
+    assert late.joined is not None
+    assert late.share._membership.first_step == late.joined.step
     assert len({each.params.tobytes() for each in trainers}) == 1

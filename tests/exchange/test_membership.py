@@ -498,6 +498,34 @@ def test_the_newest_of_the_states_goes_on_where_no_member_is_left(options: Any, 
     assert_identical([still, newest])
 
 
+@pytest.mark.parametrize("seed", seeds(5))
+@pytest.mark.parametrize("options", [{}, {"topology": "sharded"}, {"every": 4}], ids=str)
+def test_a_node_waits_for_a_member_that_another_one_sees(options: Any, seed: int) -> None:
+    """The member stands still, and has the newest state."""
+    with cluster(seed) as world:
+        late, member = (
+            Trainer(world, node_id, 60, min_peers=1, moves=True, **options) for node_id in (10, 20)
+        )
+        world.run(until=lambda: len(member.results) > 3)
+        drop(world, late.node, [member.node])
+        world.stopped.add(late.node)
+        world.run(until=lambda: len(member.results) > 12)
+        newcomer = Trainer(world, 30, 60, min_peers=2, moves=True, **options)
+        world.run(until=lambda: newcomer.node.peer in member.node.connected)
+        world.run(until=lambda: newcomer.share._membership.introductions.hellos)
+        world.stopped.add(member.node)
+        world.stopped.discard(late.node)
+        end_s = world.now_s + 6.0
+        world.run(until=lambda: world.now_s > end_s)
+        assert late.share._membership.phase == "joining"
+        world.stopped.clear()
+        world.connect(late.node, member.node)
+        world.run()
+    steps = [result.step for result in member.results if not result.is_local]
+    assert steps == sorted(set(steps))
+    assert_identical([late, member, newcomer])
+
+
 @pytest.mark.parametrize("seed", seeds(15))
 @pytest.mark.parametrize("options", [{}, {"topology": "sharded"}], ids=str)
 def test_a_newcomer_that_follows_the_admission_of_one_that_joins_again_comes_in(

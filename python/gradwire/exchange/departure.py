@@ -487,6 +487,7 @@ class Trainings:
         self._departure = departure
         self._is_sync = is_sync
         self._waits_until_s: float | None = None
+        self._told: frozenset[NodeRun] | None = None
         self._introductions.set_judge(self._difference)
         departure.set_on_return(self.handle_unknown)
 
@@ -505,7 +506,7 @@ class Trainings:
         # The word of every connected node counts.
         connected = set(map(introductions.register, self._router.node.peers))
         joining = introductions.compatible(Phase.JOINING)
-        waiting = joining.keys() | introductions.compatible(Phase.NEW).keys()
+        waiting = [*joining.values(), *introductions.compatible(Phase.NEW).values()]
         # A node that was never a member has only its own initial parameters.
         states = {
             run: (hello.origin, hello.step)
@@ -524,9 +525,22 @@ class Trainings:
             first == membership.run
             and bool(waiting)
             and not members
-            and not introductions.compatible(Phase.READY)  # they follow members
+            # Others may see a member that this node does not see, which stands still or has yet to connect.
+            and not any(hello.members for hello in waiting)
+            and not introductions.compatible(Phase.READY)
             and introductions.hellos.keys() >= connected
         )
+
+    def begin_to_join(self) -> None:
+        """Forget what this node has told of members that it sees."""
+        self._told = None
+
+    def tell_members(self) -> None:
+        """Tell nodes that look for a member whenever this node, no member itself, sees other members than before."""
+        seen = frozenset(self._introductions.compatible(Phase.IN))
+        if seen != self._told and self._introductions.compatible(Phase.JOINING):
+            self._told = seen
+            self._router.introduce()
 
     def has_to_begin(self) -> bool:
         """Return whether this node is to join, nobody here is a member or has trained, and other nodes are new.

@@ -108,6 +108,8 @@ class Join:
         lost = self._router.receive(timeout_s)
         if lost:
             self._departure.handle_lost(lost, self._replica.step)
+        if self._membership.phase in (Phase.NEW, Phase.JOINING):
+            self._trainings.tell_members()
         if self._introductions.superseded:
             raise Mismatch(self._introductions.superseded)
 
@@ -296,6 +298,7 @@ class Join:
         introductions = self._introductions
         if membership.phase is Phase.LEAVING:
             raise RuntimeError("this exchange has left")
+        self._trainings.begin_to_join()
         wait = clock.Wait("this node joins", self._options.timeout_s)
         pace = Pace()
         while membership.phase is not membership.destination:

@@ -424,12 +424,16 @@ class Membership:
     def own_hello(self) -> Hello:
         """Return this node's introduction."""
         # Only a member's word about the members counts: a node that leaves or joins has an old or an incomplete view.
-        is_member = self.phase is Phase.IN
+        members: list[NodeRun] = []
+        if self.phase is Phase.IN:
+            members = sorted({self.run, *self.peers})
+        elif self.phase in (Phase.NEW, Phase.JOINING):
+            members = sorted(self.introductions.compatible(Phase.IN))
         return Hello(
             self.introductions.signature,
             self.phase,
             self.next_step,
-            tuple(sorted({self.run, *self.peers})) if is_member else (),
+            tuple(members),
             self.first_step,
             self.next_step,
             self.origin,
@@ -465,7 +469,7 @@ class Membership:
     def is_known_to(self, run: NodeRun) -> bool:
         """Return whether a node named this node as a member when it last introduced itself."""
         hello = self.introductions.hellos.get(run)
-        return hello is not None and self.run in hello.members
+        return hello is not None and hello.phase is Phase.IN and self.run in hello.members
 
     @property
     def members_unaware_of_us(self) -> frozenset[NodeRun]:

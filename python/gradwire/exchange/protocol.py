@@ -186,7 +186,7 @@ class Hello:
         signature: the sender's run signature.
         phase: of the sender.
         step: number of the sender's next update.
-        members: all members, the sender included; empty unless the sender is a member.
+        members: all members, the sender included; of a node that is new or joins: those that it sees.
         first_step: number of the sender's first update as a member.
         first_direct: first update that the receiver gets from the sender directly.
         origin: the node that began the training.

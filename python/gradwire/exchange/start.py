@@ -310,6 +310,7 @@ class Start:
         membership = self._membership
         replica = self._replica
         members = [membership.run, *others]
+        membership.forget_reports()  # of an earlier training
         # In this order: a member that hears of this node's phase may send a part of its first update at once.
         membership.begin(
             members[1:], replica.step, origin, is_sharded=is_sharded, training=training
