@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,21 @@ import pytest
 pytestmark = pytest.mark.torch
 torch: Any = pytest.importorskip("torch", reason="torch is not installed")
 
+import torch.distributed as dist  # noqa: E402
+
+import gradwire.torch  # noqa: E402
 from gradwire.cli import main  # noqa: E402
+from gradwire.cli.demo.link import links  # noqa: E402
 from gradwire.cli.run import free_port  # noqa: E402
 from gradwire.torch.comparison import (  # noqa: E402
     KINDS,
     PORT_VARIABLE,
     Comparison,
     Curve,
+    Finished,
     Measured,
+    Place,
+    Recorder,
 )
 
 STEPS = 20
@@ -76,7 +84,7 @@ def run(folder: Path, script: str, *arguments: str) -> subprocess.CompletedProce
 
 def compared(folder: Path, *arguments: str, **script: Any) -> subprocess.CompletedProcess[str]:
     parts = {"width": 8, "optimizer": "SGD", "options": "", "steps": STEPS, "more": 0, **script}
-    arguments = ("compare", "-n", "2", "--steps", str(STEPS), *arguments)
+    arguments = ("compare", "-n", "2", "--steps", str(parts["steps"]), *arguments)
     return run(folder, SCRIPT.format(**parts), *arguments)
 
 
@@ -94,18 +102,41 @@ def test_a_script_is_trained_in_both_ways_from_the_same_parameters_and_batches(
     assert plain["first_loss"] == shared["first_loss"] != again["first_loss"]
     assert plain["losses"][-1] < plain["losses"][0]
     assert plain["step_bytes"] == 4 * 41 * 8
+    assert plain["timed_steps"] == shared["timed_steps"] == STEPS - 3
     assert result["ranks"] == 2
     assert "after 20 steps" in result["verdict"]
 
 
 @pytest.mark.slow
 def test_links_of_a_rate_show_in_the_seconds(tmp_path: Path) -> None:
-    done = compared(tmp_path, "--json", "--link", "100Mbit", width=20_000)
+    done = compared(tmp_path, "--json", "--link", "100Mbit", width=20_000, steps=40)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
+    assert [len(result[name]["losses"]) for name in ("plain", "again", "shared")] == [40, 40, 40]
+    assert result["plain"]["timed_steps"] == 20
+    assert result["shared"]["timed_steps"] == 37
     # A step of all-reduce sends 3.28 MB, which takes a quarter of a second.
     assert result["plain"]["step_s"] > 0.25
     assert result["shared"]["step_bytes"] < result["plain"]["step_bytes"] / 8
+
+
+@pytest.mark.slow
+def test_a_link_that_the_kernel_limits_can_be_unlimited() -> None:
+    with links(2, 1.0) as (made, description):
+        if "token bucket" in description:
+            pytest.skip("network namespaces need root, ip and tc")
+        for place in made:
+            assert len(place.limited) == 2
+            before = [qdiscs(*end) for end in place.limited]
+            place.unlimit()
+            after = [qdiscs(*end) for end in place.limited]
+            assert all("tbf" in each for each in before), before
+            assert not any("tbf" in each for each in after), after
+
+
+def qdiscs(namespace: str, device: str) -> str:
+    command = ["tc", "-n", namespace, "qdisc", "show", "dev", device]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 @pytest.mark.slow
@@ -158,7 +189,7 @@ def test_a_loop_of_the_user_s_own_is_compared_under_a_launcher(
 
 
 def curve(**changes: Any) -> Curve:
-    made = Curve([2.0] * 50 + [1.0] * 50, 2.0, 0.4, 0.3, 0.2, 1e6, 1 << 20)
+    made = Curve([2.0] * 50 + [1.0] * 50, 2.0, 0.4, 0.3, 0.2, 1e6, 1 << 20, 97)
     return replace(made, **changes)
 
 
@@ -166,8 +197,50 @@ def test_all_reduce_is_hidden_behind_the_backward_pass_where_that_helps_it() -> 
     fast = Measured([1.0] * 20, [0.1] * 20, [0.01] * 20, [0.05] * 20, 400, 7)
     slow = Measured([2.0] * 20, [0.5] * 20, [0.2] * 20, [0.1] * 20, 800, 5)
     of_two = Curve.of(KINDS[0], [fast, slow])
-    assert of_two == Curve([1.5] * 20, 1.0, 0.5, pytest.approx(0.4), 0.2, 30.0, 7)
+    assert of_two == Curve([1.5] * 20, 1.0, 0.5, pytest.approx(0.4), 0.2, 30.0, 7, 17)
     assert Curve.of(KINDS[2], [fast, slow]).hidden_s == 0.5
+
+
+class CountingLink:
+    """A link that counts its calls."""
+
+    waits = 0
+    ends = 0
+
+    def wait(self, sent_bytes: int, begin_s: float) -> None:  # noqa: ARG002
+        assert not self.ends
+        self.waits += 1
+
+    def unlimit(self) -> None:
+        self.ends += 1
+
+
+@pytest.mark.parametrize(("steps", "timed"), [(20, 17), (23, 20), (40, 20)])
+def test_all_reduce_stays_behind_its_link_for_the_steps_that_are_timed(
+    steps: int, timed: int
+) -> None:
+    link = CountingLink()
+    recorder = Recorder(KINDS[0], Place(0, 1, "", 0), dist.HashStore(), stop_after=steps, link=link)
+    model = torch.nn.Linear(3, 1)
+    with recorder.watching(), suppress(Finished):
+        optimizer = gradwire.torch.share(model, torch.optim.SGD(model.parameters(), lr=0.01))
+        while True:
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+    curve = recorder.gather()
+    assert curve is not None
+    assert len(curve.losses) == steps
+    assert curve.timed_steps == timed
+    assert (link.waits, link.ends) == (3 + timed, int(timed == 20))
+
+
+def test_only_the_steps_behind_the_link_are_timed() -> None:
+    seconds = [9.0] * 3 + [1.0] * 20 + [0.01] * 177
+    measured = Measured([1.0] * 200, seconds, [0.5] * 200, [0.1] * 200, timed_end=23)
+    of_link = Curve.of(KINDS[0], [measured, measured])
+    assert (of_link.step_s, of_link.hidden_s, of_link.timed_steps) == (1.0, 0.9, 20)
+    comparison = Comparison(2, "", of_link, of_link, replace(of_link, timed_steps=197))
+    assert re.search(r"^steps timed +20 +197$", comparison.table(), re.MULTILINE)
 
 
 @pytest.mark.parametrize(

@@ -195,7 +195,7 @@ def _train(task: dict[str, Any], arguments: argparse.Namespace) -> int:
             place.open_store(),
             seed=arguments.seed,
             stop_after=arguments.steps,
-            wait=link.wait if link.mbit else None,
+            link=link if link.is_limited else None,
         )
         with recorder.watching(), contextlib.suppress(Finished):
             runpy.run_path(arguments.script, run_name="__main__")

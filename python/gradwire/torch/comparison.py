@@ -16,7 +16,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from statistics import fmean, median, stdev
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ __all__ = [
     "Finished",
     "Place",
     "Recorder",
+    "ShapedLink",
     "check_steps",
     "compare",
 ]
@@ -48,6 +49,7 @@ KINDS = ("all-reduce", "other seeds", "gradwire")
 STEPS_MIN = 20
 PORT_VARIABLE = "GRADWIRE_COMPARE_PORT"
 _WARM_UP = 3  # steps whose times do not count
+_TIMED_ON_LINK = 20  # of all-reduce, whose losses do not depend on the link, and whose later steps go without its limit
 _BUCKET_BYTES = 25 << 20  # as DistributedDataParallel's
 _LAST = 0.1  # part of the steps whose mean loss is compared
 _FIRST_LOSS_TOLERANCE = 1e-3
@@ -59,6 +61,16 @@ Step = Callable[[torch.nn.Module, Any, int], Any]
 
 class Finished(BaseException):
     """The steps that were asked for are done; ends a script."""
+
+
+class ShapedLink(Protocol):
+    """What limits the rate between this process and the others, which are on this machine."""
+
+    def wait(self, sent_bytes: int, begin_s: float) -> None:
+        """Wait until the link would have carried so many bytes since ``begin_s`` (monotonic)."""
+
+    def unlimit(self) -> None:
+        """End the limit."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +118,7 @@ class Measured:
         backward_s: seconds of each step in the backward pass.
         sent_bytes: by this process.
         memory_bytes: largest resident memory of the process so far.
+        timed_end: number of the step, from 0, at which the times no longer count; None: those of all steps count.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -114,6 +127,7 @@ class Measured:
     backward_s: list[float] = field(default_factory=list)
     sent_bytes: int = 0
     memory_bytes: int = 0
+    timed_end: int | None = None
 
 
 @dataclass(frozen=True)
@@ -128,6 +142,7 @@ class Curve:
         exchange_s: median seconds of a step in the exchange.
         step_bytes: sent per process and step.
         memory_bytes: largest resident memory of a process.
+        timed_steps: of which the seconds are medians.
     """
 
     losses: list[float]
@@ -137,6 +152,7 @@ class Curve:
     exchange_s: float
     step_bytes: float
     memory_bytes: int
+    timed_steps: int
 
     @classmethod
     def of(cls, kind: str, all_measured: Sequence[Measured]) -> Curve:
@@ -166,7 +182,8 @@ class Curve:
             )
         # A program that uses all-reduce would hide it behind the backward pass, as DistributedDataParallel does.
         is_overlapped = kind != KINDS[2]
-        slowest = max(all_measured, key=lambda measured: median(measured.step_s[_WARM_UP:]))
+        timed = slice(_WARM_UP, all_measured[0].timed_end)
+        slowest = max(all_measured, key=lambda measured: median(measured.step_s[timed]))
         times = zip(slowest.step_s, slowest.exchange_s, slowest.backward_s, strict=True)
         hidden = [
             step_s - (min(exchange_s, backward_s) if is_overlapped else 0.0)
@@ -177,11 +194,12 @@ class Curve:
                 fmean(losses) for losses in zip(*[m.losses for m in all_measured], strict=True)
             ],
             first_loss=all_measured[0].losses[0],
-            step_s=median(slowest.step_s[_WARM_UP:]),
-            hidden_s=median(hidden[_WARM_UP:]),
-            exchange_s=median(slowest.exchange_s[_WARM_UP:]),
+            step_s=median(slowest.step_s[timed]),
+            hidden_s=median(hidden[timed]),
+            exchange_s=median(slowest.exchange_s[timed]),
             step_bytes=fmean(m.sent_bytes / len(m.losses) for m in all_measured),
             memory_bytes=max(m.memory_bytes for m in all_measured),
+            timed_steps=len(hidden[timed]),
         )
 
     @property
@@ -265,6 +283,7 @@ class Comparison:
         difference = f"{self.loss_difference:+.1%} (chance {self.noise:.1%})"
         rows = [
             ("", KINDS[0], KINDS[2], ""),
+            ("steps timed", f"{plain.timed_steps}", f"{shared.timed_steps}", ""),
             row("step, median", "step_s", 1e-3, "ms"),
             row("step, all-reduce hidden behind backward", "hidden_s", 1e-3, "ms"),
             row("of it in the exchange", "exchange_s", 1e-3, "ms"),
@@ -361,7 +380,7 @@ class Recorder:
         store: of all processes.
         seed: of the generators.
         stop_after: optimiser's steps after which `Finished` is raised; None: never.
-        wait: is called after every step with the bytes that were sent, and the time of the first step (monotonic).
+        link: with a limited rate, between processes of this machine; None: the real one.
     """
 
     def __init__(
@@ -372,13 +391,13 @@ class Recorder:
         *,
         seed: int = 0,
         stop_after: int | None = None,
-        wait: Callable[[int, float], None] | None = None,
+        link: ShapedLink | None = None,
     ) -> None:
         self._kind = kind
         self._place = place
         self._seed = seed + place.rank + (_OTHER_SEEDS if kind == KINDS[1] else 0)
         self._stop_after = stop_after
-        self._wait = wait
+        self._link = link
         self._measured = Measured()
         self._exchange: Any = None  # gradwire's
         self._losses: list[float] = []  # since the last step, as the next two
@@ -482,9 +501,9 @@ class Recorder:
         if self._exchange is not None:
             result = optimizer.result
             self._exchange_s += result.encode_s + result.wait_s + result.apply_s
-        if self._wait is not None:
+        if self._link is not None:
             begin_s = time.monotonic()
-            self._wait(self._all_sent_bytes(), self._begin_s)
+            self._link.wait(self._all_sent_bytes(), self._begin_s)
             self._exchange_s += time.monotonic() - begin_s
         now_s = time.monotonic()
         measured.step_s.append(now_s - self._last_s)
@@ -493,7 +512,13 @@ class Recorder:
         measured.losses.append(fmean(self._losses) if self._losses else math.nan)
         self._last_s, self._exchange_s, self._backward_s = now_s, 0.0, 0.0
         self._losses.clear()
-        if len(measured.losses) == self._stop_after:
+        steps = len(measured.losses)
+        if self._link is not None and self._kind != KINDS[2] and steps == _WARM_UP + _TIMED_ON_LINK:
+            # The other steps would take minutes, and only their losses are still needed.
+            self._link.unlimit()
+            self._link = None
+            measured.timed_end = steps
+        if steps == self._stop_after:
             measured.sent_bytes = self._all_sent_bytes()
             raise Finished
 

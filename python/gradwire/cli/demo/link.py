@@ -23,11 +23,18 @@ class Link:
         mbit: rate in Mbit/s that the worker enforces; 0: the kernel enforces it, or the rate is not limited.
         namespace: network namespace of the worker; "": the namespace of the demo.
         host: IP address to bind.
+        limited: namespace and name of the devices at both ends of the link, which the kernel limits.
     """
 
     mbit: float = 0.0
     namespace: str = ""
     host: str = "127.0.0.1"
+    limited: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether the rate is limited."""
+        return bool(self.mbit or self.limited)
 
     def enter(self) -> None:
         """Move this thread, and the threads that it will start, to the namespace."""
@@ -40,6 +47,11 @@ class Link:
         """Wait until a link of this rate would have carried so many bytes since ``begin_s`` (monotonic)."""
         if self.mbit:
             time.sleep(max(0.0, begin_s + sent_bytes * 8e-6 / self.mbit - time.monotonic()))
+
+    def unlimit(self) -> None:
+        """Let the kernel limit the link no more. TCP sends again what this drops from the queues."""
+        for space, device in self.limited:
+            _run("tc", "-n", space, "qdisc", "del", "dev", device, "root")
 
 
 @contextlib.contextmanager
@@ -100,11 +112,12 @@ def _build(
         _run("ip", "-n", space, "addr", "add", f"{host}/16", "dev", "v0")
         _run("ip", "-n", space, "link", "set", "v0", "up")
         _run("ip", "-n", space, "link", "set", "lo", "up")
-        for place, device in ((space, "v0"), (name, port)):
+        ends = ((space, "v0"), (name, port))
+        for place, device in ends:
             _run("tc", "-n", place, "qdisc", "add", "dev", device, "root", "handle", "1:", *bucket)
         if latency_s:
             _run("tc", "-n", space, "qdisc", "add", "dev", "v0", "parent", "1:1", *delay)
-        built.append(Link(0.0, space, host))
+        built.append(Link(0.0, space, host, ends))
     return built
 
 
