@@ -39,6 +39,9 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "ray_train.py"
 def cluster() -> Iterator[Cluster]:
     """Two node processes with two processors each."""
     node: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 100_000_000}
+    patch = pytest.MonkeyPatch()
+    # `ray.init()` without an address, as in the example, would use the token that it has once left in the home folder.
+    patch.setenv("RAY_AUTH_MODE", "disabled")
     cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
     cluster.add_node(**node)
     variables = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
@@ -46,6 +49,7 @@ def cluster() -> Iterator[Cluster]:
     yield cluster
     ray.shutdown()
     cluster.shutdown()
+    patch.undo()
 
 
 class Reports(ray.train.UserCallback):
