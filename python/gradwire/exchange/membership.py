@@ -643,9 +643,7 @@ class Router:
         # What was seen last, so that a step in which nobody comes or goes compares two tuples and nothing else.
         self._connected: frozenset[NodeRun] = frozenset()
         self._introduced: set[NodeRun] = set()
-        self._ended: set[NodeRun] = (
-            set()
-        )  # connections whose last messages may be handled after their end
+        self._ended: set[NodeRun] = set()  # connections that may have left messages
         self._slice_bytes = self._introductions.slice_bytes  # that all connected nodes take
         self._ignored = 0  # updates of nodes that are no members
         self._held: list[tuple[NodeRun, memoryview]] | None = None
@@ -881,9 +879,13 @@ class Router:
             # From a new connection, before its introduction: others were lost with the old one.
             membership.expect_nothing(sender)
         elif sender not in membership.broken and step >= (stream.first_received or 0):
-            if membership.phase is Phase.IN and step < stream.received:
+            is_explained = (
+                self._introductions.is_confirmed or sender in self._introductions.interrupted
+            )
+            if membership.phase is Phase.IN and (step < stream.received or not is_explained):
                 raise membership.wrong_step(sender, step)
-            # What lies between is lost, as it is where a connection breaks: one of both joins again.
+            # Both have trained, or their connection was lost, so neither has begun with a wrong checkpoint. What lies
+            # between is lost: one of them joins again.
             _LOG.warning("%s", membership.wrong_step(sender, step))
             membership.mark_broken(sender)
 

@@ -463,6 +463,7 @@ class Introductions:
         is_confirmed: as there.
         left_training: identity of the training that this node has left without a finished step; or empty.
         superseded: the reason why this node must not go on: its run was started again without it; or empty.
+        interrupted: nodes of which a connection has ended.
     """
 
     def __init__(
@@ -488,6 +489,7 @@ class Introductions:
         self.is_confirmed = False
         self.left_training = ""
         self.superseded = ""
+        self.interrupted: set[NodeRun] = set()
         self._judge: Callable[[NodeRun, Hello], str] = lambda *_: ""
         self._excluded: dict[NodeRun, str] = {}
         self.slice_bytes = slice_bytes
@@ -640,6 +642,7 @@ class Introductions:
 
     def forget(self, run: NodeRun, reason: str | None) -> None:
         """Forget what was said on a connection that has ended: the next one begins with an introduction."""
+        self.interrupted.add(run)
         if reason is not None:
             self._reasons.setdefault(run, reason)
         self.hellos.pop(run, None)
