@@ -113,7 +113,8 @@ def picture() -> str:
         y = TOP + 4 + 24 * number
         parts.append(f'<path d="M{x - 24},{y} h18" stroke="{colour}" stroke-width="3"/>')
         parts.append(f'<text x="{x}" y="{y + 4}">{name}{" *" * (name in missing)}</text>')
-    parts.append(f'<text x="{x - 24}" y="{TOP + HEIGHT + 4}">* not reached on digits</text>')
+    if missing:
+        parts.append(f'<text x="{x - 24}" y="{TOP + HEIGHT + 4}">* not reached on digits</text>')
     return "\n".join([*parts, "</svg>", ""])
 
 
