@@ -45,7 +45,7 @@ LINKS_MBIT, UNLIMITED = (1000, 100, 10), 0
 SEEDS = (0, 1, 2)
 DENSITY = 0.016
 TASK_NAMES = ("text", "digits")
-STEPS, EVALUATE_EVERY, BUDGET_S = 400, 20, 25.0
+STEPS, EVALUATE_EVERY, BUDGET_S = 400, 20, 12.0
 # Start-up and evaluations do not count towards the budget; a run that takes so much longer has hung.
 HANG_S = 1800.0
 ASYNCHRONOUS = "gradwire-async"

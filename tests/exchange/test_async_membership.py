@@ -79,6 +79,13 @@ class Trainer:
         return total
 
 
+def train_two(world: Cluster, trainers: list[Trainer]) -> None:
+    """Let two nodes train for some steps."""
+    for node_id in (10, 20):
+        Trainer(world, trainers, node_id, min_peers=1)
+    world.run(until=lambda: len(trainers[0].node.updates) > 3)
+
+
 @pytest.mark.parametrize("seed", seeds(3))
 def test_late_nodes_and_leaving_ones_lose_nothing(seed: int) -> None:
     trainers: list[Trainer] = []
@@ -192,9 +199,7 @@ def test_a_newcomer_that_sees_both_parts_of_a_split_network_brings_them_together
 def test_newcomers_whose_members_all_die_do_not_begin_with_their_own_parameters(seed: int) -> None:
     trainers: list[Trainer] = []
     with cluster(seed) as world:
-        for node_id in (10, 20):
-            Trainer(world, trainers, node_id, min_peers=1)
-        world.run(until=lambda: len(trainers[0].node.updates) > 3)
+        train_two(world, trainers)
         for node_id in (5, 30):
             Trainer(world, trainers, node_id, min_peers=2)
         newcomers = trainers[2:]
@@ -210,9 +215,7 @@ def test_a_late_node_goes_on_alone_where_it_hears_of_both_deaths_at_once(seed: i
     """The second one has said that the first is gone, and its introduction is forgotten with its connection."""
     trainers: list[Trainer] = []
     with cluster(seed) as world:
-        for node_id in (10, 20):
-            Trainer(world, trainers, node_id, min_peers=1)
-        world.run(until=lambda: len(trainers[0].node.updates) > 3)
+        train_two(world, trainers)
         late = Trainer(world, trainers, 30, min_peers=1)
         world.run(until=lambda: len(late.node.updates) > 3)
         world.stopped.add(late.node)
@@ -231,9 +234,7 @@ def test_a_late_node_goes_on_alone_where_it_hears_of_both_deaths_at_once(seed: i
 def test_two_nodes_that_join_with_the_same_snapshot_get_each_other_s_updates(seed: int) -> None:
     trainers: list[Trainer] = []
     with cluster(seed) as world:
-        for node_id in (10, 20):
-            Trainer(world, trainers, node_id, min_peers=1)
-        world.run(until=lambda: len(trainers[0].node.updates) > 3)
+        train_two(world, trainers)
         for node_id in (30, 40):
             Trainer(world, trainers, node_id, min_peers=2)
         world.run()
@@ -249,9 +250,7 @@ def test_two_nodes_that_join_with_the_same_snapshot_get_each_other_s_updates(see
 def test_two_nodes_that_come_in_without_a_connection_lack_nothing(seed: int, then: str) -> None:
     trainers: list[Trainer] = []
     with cluster(seed) as world:
-        for node_id in (10, 20):
-            Trainer(world, trainers, node_id, min_peers=1)
-        world.run(until=lambda: len(trainers[0].node.updates) > 3)
+        train_two(world, trainers)
         for node_id in (30, 40):
             Trainer(world, trainers, node_id, min_peers=1)
         _, _, one, other = trainers

@@ -642,8 +642,8 @@ class Introductions:
 
     def forget(self, run: NodeRun, reason: str | None) -> None:
         """Forget what was said on a connection that has ended: the next one begins with an introduction."""
-        self.interrupted.add(run)
         if reason is not None:
+            self.interrupted.add(run)
             self._reasons.setdefault(run, reason)
         self.hellos.pop(run, None)
         self.incompatible.pop(run, None)
