@@ -147,6 +147,27 @@ def test_a_member_that_dies_or_comes_while_a_snapshot_travels_ends_with_identica
     assert_identical([*trainers, newcomer, second])
 
 
+@pytest.mark.parametrize("how", WAYS.values(), ids=WAYS)
+def test_values_that_have_not_arrived_are_not_what_the_memory_had_before(
+    how: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def used(shape: Any, dtype: Any = float) -> Any:
+        return np.full(shape, np.nan if np.dtype(dtype).kind == "f" else 255, dtype)
+
+    monkeypatch.setattr(np, "empty", used)
+    with cluster(0) as world:
+        trainers = [Trainer(world, node_id, 60, min_peers=3, **how) for node_id in (10, 20, 30, 50)]
+        world.run(until=lambda: len(trainers[0].results) > 3)
+        newcomer = Trainer(world, 40, 60, min_peers=3, **how)
+        world.run(until=lambda: arrived(newcomer) >= 8)
+        kill_donor(world, newcomer, trainers)
+        snapshot = newcomer.share._join._recipient.resumable
+        assert snapshot is not None
+        assert all(np.isfinite(array).all() for array in snapshot.arrays)
+        world.run()
+    assert_identical([*trainers, newcomer])
+
+
 def test_a_snapshot_of_another_training_or_layout_begins_at_the_first_byte() -> None:
     arrays = [np.zeros(6, np.float32)]
     run = gw.exchange.protocol.NodeRun(1, 1)

@@ -75,9 +75,10 @@ def test_peers_that_connect_while_missing_ones_are_logged_are_still_found(
 
         thread = threading.Thread(target=connect_late)
         thread.start()
-        assert one.wait_for_peers(1, timeout_s=10.0) == (late[0].peer,)
+        peers = one.wait_for_peers(1, timeout_s=10.0)
         thread.join()
-        late[0].close()
+        with late[0]:
+            assert peers == (late[0].peer,)
 
 
 def test_a_peer_of_another_version_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -214,7 +214,8 @@ class Snapshot:
             check([_read_layout(*entry) for entry in header["arrays"]], params)
             begin = read_number(header["begin"])
             if begin == 0:
-                arrays = [np.empty(shape, dtype) for dtype, shape in header["arrays"]]
+                # Zeros: what a dead donor has not sent is brought up to another one's, too.
+                arrays = [np.zeros(shape, dtype) for dtype, shape in header["arrays"]]
             elif earlier is not None and earlier.is_continued_by(header):
                 arrays = earlier.arrays
             else:
