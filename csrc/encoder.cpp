@@ -58,17 +58,44 @@ void subtract_next(ArrayCursor& now, ArrayCursor& before, uint64_t count, Residu
     }
 }
 
+// Reads a difference here and there, from its first element on.
+class DifferenceCursor {
+  public:
+    explicit DifferenceCursor(const Input& input) : now_(input.update, 0), before_(input.before, 0) {}
+    // `at` is not before what was read last.
+    template <class Residual>
+    void read(uint64_t at, uint64_t count, Residual* out) {
+        now_.advance(at - position_);
+        before_.advance(at - position_);
+        subtract_next(now_, before_, count, out);
+        position_ = at + count;
+    }
+
+  private:
+    ArrayCursor now_;
+    ArrayCursor before_;
+    uint64_t position_ = 0;
+};
+
 }  // namespace
 
-Encoder::Encoder(uint64_t numel, Dtype dtype, unsigned threads)
-    : numel_(numel),
-      dtype_(dtype),
-      threads_(threads),
-      own_(allocate_zeroed(numel * bytes_per_element(dtype))),
-      residual_(own_.get()) {}
+Encoder::Encoder(uint64_t numel, Dtype dtype, unsigned threads) : Encoder(nullptr, numel, dtype, threads) {
+    keep_residual();
+}
 
 Encoder::Encoder(void* residual, uint64_t numel, Dtype dtype, unsigned threads)
     : numel_(numel), dtype_(dtype), threads_(threads), residual_(residual) {}
+
+void Encoder::keep_residual() {
+    if (residual_) return;
+    own_ = allocate_zeroed(numel_ * bytes_per_element(dtype_));
+    residual_ = own_.get();
+}
+
+void Encoder::drop_residual() {
+    own_.reset();
+    residual_ = nullptr;
+}
 
 unsigned Encoder::threads_for(uint64_t words) const {
     return static_cast<unsigned>(std::clamp<uint64_t>(words / kWordsPerThread, 1, threads_));
@@ -85,13 +112,13 @@ unsigned Encoder::for_words(F f) const {
 // The kernel reads whole words in place. A word in two arrays, or an incomplete last word, is gathered in a buffer
 // first.
 template <class Residual>
-void Encoder::extract_range(const std::vector<ConstArray>* update, Levels<Residual> levels, const Partition& partition,
-                            uint64_t from_word, uint64_t to_word, PartLists& lists) {
-    auto* residual = static_cast<Residual*>(residual_);
+void Encoder::extract_range(Residual* residual, const std::vector<ConstArray>* update, Levels<Residual> levels,
+                            const Partition& partition, uint64_t from_word, uint64_t to_word, PartLists& lists) {
+    const uint64_t begin = from_word * 64;
     const uint64_t end = std::min(to_word * 64, numel_);
-    ArrayCursor cursor(update, from_word * 64);
+    ArrayCursor cursor(update, begin);
     const auto extract = [](Dtype dtype) { return value_kernels<Residual>().extract[static_cast<unsigned>(dtype)]; };
-    for (uint64_t at = from_word * 64; at < end;) {
+    for (uint64_t at = begin; at < end;) {
         const uint64_t block = at >> partition.exponent;
         const uint64_t block_end = std::min(end, (block + 1) << partition.exponent);
         PartList& list = lists[block % partition.parts];
@@ -99,8 +126,9 @@ void Encoder::extract_range(const std::vector<ConstArray>* update, Levels<Residu
         while (at < block_end) {
             const uint64_t whole = (update ? std::min(cursor.left(), block_end - at) : block_end - at) / 64;
             if (whole > 0) {
-                extract(update ? cursor.dtype() : Dtype::kNone)(residual + at, update ? cursor.data() : nullptr, whole,
-                                                                levels, word, list.words, &list.extracted);
+                extract(update ? cursor.dtype() : Dtype::kNone)(residual + (at - begin),
+                                                                update ? cursor.data() : nullptr, whole, levels, word,
+                                                                list.words, &list.extracted);
                 if (update) cursor.advance(whole * 64);
                 at += whole * 64;
                 word += whole;
@@ -109,13 +137,28 @@ void Encoder::extract_range(const std::vector<ConstArray>* update, Levels<Residu
             const uint64_t some = std::min<uint64_t>(64, block_end - at);
             Residual values[64] = {};
             Residual updates[64] = {};
-            std::memcpy(values, residual + at, some * sizeof(Residual));
+            std::memcpy(values, residual + (at - begin), some * sizeof(Residual));
             if (update) cursor.gather(some, updates);
             extract(update ? kDtypeOf<Residual> : Dtype::kNone)(values, updates, 1, levels, word++, list.words,
                                                                 &list.extracted);
-            std::memcpy(residual + at, values, some * sizeof(Residual));
+            std::memcpy(residual + (at - begin), values, some * sizeof(Residual));
             at += some;
         }
+    }
+}
+
+template <class Residual>
+void Encoder::extract_difference(const Input& input, Levels<Residual> levels, const Partition& partition,
+                                 uint64_t from_word, uint64_t to_word, PartLists& lists) {
+    auto* const residual = static_cast<Residual*>(residual_);
+    Residual in_cache[kWordsInCache * 64];
+    ArrayCursor now(input.update, from_word * 64);
+    ArrayCursor before(input.before, from_word * 64);
+    for (uint64_t word = from_word; word < to_word; word += kWordsInCache) {
+        const uint64_t end = std::min(word + kWordsInCache, to_word);
+        Residual* const values = residual ? residual + word * 64 : in_cache;
+        subtract_next(now, before, std::min(end * 64, numel_) - word * 64, values);
+        extract_range<Residual>(values, nullptr, levels, partition, word, end, lists);
     }
 }
 
@@ -135,15 +178,9 @@ Encoder::PartLists Encoder::extract(const Input& input, Levels<Residual> levels,
     std::vector<PartLists> threads(threads_);
     const unsigned count = for_words([&](unsigned i, uint64_t from_word, uint64_t to_word) {
         threads[i] = lists_from(from_word);
-        if (!input.before) return extract_range(input.update, levels, partition, from_word, to_word, threads[i]);
-        ArrayCursor now(input.update, from_word * 64);
-        ArrayCursor before(input.before, from_word * 64);
-        for (uint64_t word = from_word; word < to_word; word += kWordsInCache) {
-            const uint64_t end = std::min(word + kWordsInCache, to_word);
-            subtract_next(now, before, std::min(end * 64, numel_) - word * 64,
-                          static_cast<Residual*>(residual_) + word * 64);
-            extract_range(nullptr, levels, partition, word, end, threads[i]);
-        }
+        if (input.before) return extract_difference(input, levels, partition, from_word, to_word, threads[i]);
+        extract_range(static_cast<Residual*>(residual_) + from_word * 64, input.update, levels, partition, from_word,
+                      to_word, threads[i]);
     });
     PartLists& all = threads[0];
     for (unsigned i = 1; i < count; ++i)
@@ -179,37 +216,45 @@ Extracted total(const PartLists& lists, const Partition& partition) {
 }  // namespace
 
 template <class Residual, class F>
-void Encoder::for_listed_words(const PartLists& lists, const Partition& partition, F f) {
-    auto* residual = static_cast<Residual*>(residual_);
-    for (uint64_t p = 0; p < partition.parts; ++p)
+void Encoder::for_listed_words(const Input& input, const PartLists& lists, const Partition& partition, F f) {
+    auto* const residual = static_cast<Residual*>(residual_);
+    for (uint64_t p = 0; p < partition.parts; ++p) {
+        DifferenceCursor difference(input);
         for (uint64_t w = 0, words = lists[p].extracted.words; w < words; ++w) {
             const MaskWord word = lists[p].words[w];
             const uint64_t at = element_of_whole({partition, p}, word.index * 64);
-            if (at + 64 <= numel_) {
+            const uint64_t count = std::min<uint64_t>(64, numel_ - at);
+            if (residual && count == 64) {
                 f(p, word, residual + at);
                 continue;
             }
             Residual values[64] = {};
-            std::memcpy(values, residual + at, (numel_ - at) * sizeof(Residual));
+            if (residual)
+                std::memcpy(values, residual + at, count * sizeof(Residual));
+            else
+                difference.read(at, count, values);
             f(p, word, values);
-            std::memcpy(residual + at, values, (numel_ - at) * sizeof(Residual));
+            if (residual) std::memcpy(residual + at, values, count * sizeof(Residual));
         }
+    }
 }
 
 // Undo `extract`. Extraction goes on after the first non-finite element and all of it is undone, so that the residual
 // does not depend on the order of the threads.
 template <class Residual>
-void Encoder::restore(const PartLists& lists, Residual quantum, const Partition& partition) {
+void Encoder::restore(const Input& input, const PartLists& lists, Residual quantum, const Partition& partition) {
+    if (!residual_) return;
     const auto add_to_word = value_kernels<Residual>().add_to_word;
-    for_listed_words<Residual>(lists, partition, [&](uint64_t, const MaskWord& word, Residual* values) {
+    for_listed_words<Residual>(input, lists, partition, [&](uint64_t, const MaskWord& word, Residual* values) {
         add_to_word(values, word.changed, word.negative, quantum);
     });
 }
 
 template <class Residual>
-uint16_t Encoder::keep_largest(PartLists& lists, Levels<Residual> used, const EncodeOptions& options,
-                               const Partition& partition) {
+uint16_t Encoder::keep_largest(const Input& input, PartLists& lists, Levels<Residual> used,
+                               const EncodeOptions& options, const Partition& partition) {
     const ValueKernels<Residual>& kernels = value_kernels<Residual>();
+    const Residual taken = residual_ ? used.quantum : Residual{0};  // from the values that are read first
     const auto value_of = [](unsigned bits) {
         return static_cast<Residual>(bfloat16_to_float(static_cast<uint16_t>(bits)));
     };
@@ -220,12 +265,12 @@ uint16_t Encoder::keep_largest(PartLists& lists, Levels<Residual> used, const En
     const uint64_t stride = all.words / std::clamp<uint64_t>(all.words / 64, 16, 64) + 1;
     std::vector<uint16_t> sample;
     uint64_t number = 0;
-    for_listed_words<Residual>(lists, partition, [&](uint64_t, const MaskWord& word, const Residual* values) {
+    for_listed_words<Residual>(input, lists, partition, [&](uint64_t, const MaskWord& word, const Residual* values) {
         if (number++ % stride != 0) return;
         for (uint64_t bits = word.changed; bits != 0; bits &= bits - 1) {
             const Residual value = values[__builtin_ctzll(bits)];
             const bool negative = (word.negative & bits & (~bits + 1)) != 0;
-            sample.push_back(static_cast<uint16_t>(magnitude_bin(value + (negative ? -used.quantum : used.quantum))));
+            sample.push_back(static_cast<uint16_t>(magnitude_bin(value + (negative ? -taken : taken))));
         }
     });
     const double share = static_cast<double>(most) / static_cast<double>(all.count);
@@ -242,8 +287,8 @@ uint16_t Encoder::keep_largest(PartLists& lists, Levels<Residual> used, const En
         unsigned from = high - low < kCountedBins ? low : low + (high - low) / 2;
         if (first) from = guess > low + kBelow ? guess - kBelow : low;
         uint64_t counts[kCountedBins] = {};
-        for_listed_words<Residual>(lists, partition, [&](uint64_t, const MaskWord& word, Residual* values) {
-            if (first) kernels.add_to_word(values, word.changed, word.negative, used.quantum);
+        for_listed_words<Residual>(input, lists, partition, [&](uint64_t, const MaskWord& word, Residual* values) {
+            if (first && residual_) kernels.add_to_word(values, word.changed, word.negative, used.quantum);
             kernels.count_bins(values, word.changed, from, counts);
         });
         above = 0;
@@ -259,7 +304,7 @@ uint16_t Encoder::keep_largest(PartLists& lists, Levels<Residual> used, const En
     const uint16_t threshold = threshold_from(low, options.rounding_point);
     const Levels<Residual> raised{value_of(low), value_of(threshold)};
     const Residual next = value_of(low + 1);
-    for_listed_words<Residual>(lists, partition, [&](uint64_t p, const MaskWord& word, Residual* values) {
+    for_listed_words<Residual>(input, lists, partition, [&](uint64_t p, const MaskWord& word, Residual* values) {
         const MaskWord one = kernels.keep_word(values, word, raised, next, &ties);
         lists[p].words[kept[p].words] = one;
         kept[p].words += one.changed != 0;
@@ -306,7 +351,7 @@ Encoded Encoder::encode_as(const Input& input, const EncodeOptions& options, con
     PartLists lists = extract<Residual>(input, levels, partition);
     const Extracted all = total(lists, partition);
     if (all.nonfinite > 0 && !options.skip_nonfinite) {
-        restore(lists, levels.quantum, partition);
+        restore(input, lists, levels.quantum, partition);
         throw NonFiniteUpdate(all.nonfinite, all.first_nonfinite);
     }
     Encoded encoded;
@@ -319,7 +364,7 @@ Encoded Encoder::encode_as(const Input& input, const EncodeOptions& options, con
         for (const MessageBytes& message : encoded.messages) bytes += message.size;
         if (fits || bytes <= options.max_bytes) return encoded;
     }
-    const uint16_t raised = keep_largest<Residual>(lists, levels, options, partition);
+    const uint16_t raised = keep_largest<Residual>(input, lists, levels, options, partition);
     write_messages(lists, options, raised, partition, encoded.messages);
     return encoded;
 }
@@ -328,21 +373,18 @@ SampledQuantiles Encoder::sample(const Input& input, uint16_t threshold, double 
                                  uint64_t turn) {
     return with_value_of(dtype_, [&](auto zero) {
         using Residual = decltype(zero);
-        auto* residual = static_cast<Residual*>(residual_);
-        if (input.before) {
-            const uint64_t stride = sample_stride(numel_, density);
-            const uint64_t first = first_sampled(stride, turn);
-            ArrayCursor now(input.update, first);
-            ArrayCursor before(input.before, first);
-            for (uint64_t at = first; at < numel_; at += stride) {
-                const uint64_t count = std::min(kSampleGroup, numel_ - at);
-                subtract_next(now, before, count, residual + at);
-                now.advance(stride - count);
-                before.advance(stride - count);
-            }
+        const auto levels = levels_of<Residual>(threshold, rounding_point);
+        if (!input.before)
+            return sample_quantiles(static_cast<const Residual*>(residual_), false, numel_, input.update, levels,
+                                    density, turn);
+        const uint64_t stride = sample_stride(numel_, density);
+        DifferenceCursor difference(input);
+        std::vector<Residual> values;
+        for (uint64_t at = first_sampled(stride, turn); at < numel_; at += stride) {
+            values.resize(values.size() + kSampleGroup);
+            difference.read(at, std::min(kSampleGroup, numel_ - at), values.data() + (values.size() - kSampleGroup));
         }
-        return sample_quantiles<Residual>(residual, numel_, input.before ? nullptr : input.update,
-                                          levels_of<Residual>(threshold, rounding_point), density, turn);
+        return sample_quantiles<Residual>(values.data(), true, numel_, nullptr, levels, density, turn);
     });
 }
 
@@ -352,6 +394,12 @@ Encoded Encoder::encode(const Input& input, const EncodeOptions& options, const 
 
 Encoded Encoder::encode_dense(const Input& input, DenseType dtype, const EncodeOptions& options,
                               const Partition& partition) {
+    if (!residual_) {
+        // Messages of all elements are as large.
+        const Memory<uint8_t> residual(static_cast<uint8_t*>(std::malloc(numel_ * bytes_per_element(dtype_) + 1)));
+        if (!residual) throw std::bad_alloc();
+        return Encoder(residual.get(), numel_, dtype_, threads_).encode_dense(input, dtype, options, partition);
+    }
     // No finite value passes an infinite threshold, so pass 1 only accumulates and finds the non-finite values.
     const Partition one = undivided(numel_);
     const Extracted extracted = with_value_of(dtype_, [&](auto zero) {

@@ -15,14 +15,16 @@ constexpr uint64_t kCoarseEvery = 16;   // sampled groups for each one of the co
 template <class Residual>
 class SampledGroups {
   public:
-    SampledGroups(const Residual* residual, uint64_t numel, const std::vector<ConstArray>* update,
+    SampledGroups(const Residual* residual, bool is_gathered, uint64_t numel, const std::vector<ConstArray>* update,
                   Levels<Residual> levels, double density, uint64_t turn)
-        : residual_(residual),
-          numel_(numel),
+        : numel_(numel),
           update_(update),
           levels_(levels),
           stride_(sample_stride(numel, density)),
-          first_(first_sampled(stride_, turn)) {}
+          first_(first_sampled(stride_, turn)),
+          residual_(residual),
+          begin_(is_gathered ? 0 : first_),
+          distance_(is_gathered ? kSampleGroup : stride_) {}
 
     // Return the number of quantiles that differ: without an update all four are the same.
     size_t quantiles() const { return update_ ? kSampleQuantiles : 1; }
@@ -34,9 +36,10 @@ class SampledGroups {
         const uint64_t stride = stride_ * every;
         ArrayCursor updates(update_, first_);
         SampleGroup group{};
-        for (uint64_t first = first_; first < numel_; first += stride) {
+        uint64_t at = begin_;
+        for (uint64_t first = first_; first < numel_; first += stride, at += distance_ * every) {
             const uint64_t count = std::min(kSampleGroup, numel_ - first);
-            const Residual* before = residual_ + first;
+            const Residual* before = residual_ + at;
             Residual copies[2][kSampleGroup];
             if (count < kSampleGroup) before = copy_of(before, count, copies[0]);
             if (update_) {
@@ -64,12 +67,14 @@ class SampledGroups {
         updates.gather(count, copy);
         return copy;
     }
-    const Residual* residual_;
     uint64_t numel_;
     const std::vector<ConstArray>* update_;
     Levels<Residual> levels_;
     uint64_t stride_;
     uint64_t first_;
+    const Residual* residual_;
+    uint64_t begin_;     // of the first group there
+    uint64_t distance_;  // to the next
 };
 
 // Counts magnitudes by the upper part of their bits, in a window of bins. Zero and non-finite magnitudes are not
@@ -217,11 +222,12 @@ bool measure(const SampledGroups<Residual>& sample, double density, Histograms& 
 }  // namespace
 
 template <class Residual>
-SampledQuantiles sample_quantiles(const Residual* residual, uint64_t numel, const std::vector<ConstArray>* update,
-                                  Levels<Residual> levels, double density, uint64_t turn) {
+SampledQuantiles sample_quantiles(const Residual* residual, bool is_gathered, uint64_t numel,
+                                  const std::vector<ConstArray>* update, Levels<Residual> levels, double density,
+                                  uint64_t turn) {
     SampledQuantiles quantiles;
     if (numel == 0) return quantiles;
-    const SampledGroups<Residual> sample(residual, numel, update, levels, density, turn);
+    const SampledGroups<Residual> sample(residual, is_gathered, numel, update, levels, density, turn);
     Histograms histograms(sample.quantiles());
     choose_windows(sample, density, histograms);
     if (measure(sample, density, histograms, quantiles)) return quantiles;
@@ -230,9 +236,9 @@ SampledQuantiles sample_quantiles(const Residual* residual, uint64_t numel, cons
     return quantiles;
 }
 
-template SampledQuantiles sample_quantiles<float>(const float*, uint64_t, const std::vector<ConstArray>*, Levels<float>,
-                                                  double, uint64_t);
-template SampledQuantiles sample_quantiles<double>(const double*, uint64_t, const std::vector<ConstArray>*,
-                                                   Levels<double>, double, uint64_t);
+template SampledQuantiles sample_quantiles(const float*, bool, uint64_t, const std::vector<ConstArray>*, Levels<float>,
+                                           double, uint64_t);
+template SampledQuantiles sample_quantiles(const double*, bool, uint64_t, const std::vector<ConstArray>*,
+                                           Levels<double>, double, uint64_t);
 
 }  // namespace gradwire

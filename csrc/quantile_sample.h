@@ -21,9 +21,11 @@ struct SampledQuantiles {
 
 // Sample the magnitudes that this step is about to compare with the bound and those that the next step would
 // compare. Reads at most 2^18 elements of `residual` and `update` (null if already added) and writes nothing. The first
-// group is the one with the number `turn`, modulo the distance between two groups.
+// group is the one with the number `turn`, modulo the distance between two groups. If `is_gathered`, `residual` has the
+// sampled groups only, one after another.
 template <class Residual>
-SampledQuantiles sample_quantiles(const Residual* residual, uint64_t numel, const std::vector<ConstArray>* update,
-                                  Levels<Residual> levels, double density, uint64_t turn);
+SampledQuantiles sample_quantiles(const Residual* residual, bool is_gathered, uint64_t numel,
+                                  const std::vector<ConstArray>* update, Levels<Residual> levels, double density,
+                                  uint64_t turn);
 
 }  // namespace gradwire

@@ -110,8 +110,10 @@ class Encoder:
         trend: float,
         deviation: float,
         supply: int,
+        keeps_residual: bool,
     ) -> None:
         assert device == 0
+        assert keeps_residual
         self._cpu = gw.Encoder(numel, policy_of(policy), dtype="float64" if float64 else "float32")
         assert (self._cpu.threshold, self._cpu._memory.policy_state) == (
             threshold,

@@ -38,7 +38,7 @@ void require_alike(const HostArrays& arrays, const std::string& name, const std:
 class PyEncoder {
   public:
     PyEncoder(uint64_t numel, bool float64, unsigned threads)
-        : encoder_(numel, float64 ? Dtype::kFloat64 : Dtype::kFloat32, threads) {
+        : encoder_(nullptr, numel, float64 ? Dtype::kFloat64 : Dtype::kFloat32, threads) {
         kernels();  // throws if GRADWIRE_ISA names an unusable instruction set
     }
 
@@ -98,11 +98,21 @@ class PyEncoder {
         return py::make_tuple(clipped.count, clipped.sum);
     }
 
-    static py::array residual(const py::object& self) {
-        auto& encoder = self.cast<PyEncoder&>().encoder_;
-        const py::dtype dtype = encoder.dtype() == Dtype::kFloat64 ? py::dtype::of<double>() : py::dtype::of<float>();
-        return py::array(dtype, {static_cast<py::ssize_t>(encoder.numel())}, {dtype.itemsize()}, encoder.residual(),
-                         self);
+    // Return a view of the residual; allocate a residual of zeros if there is none.
+    py::array keep_residual() {
+        const Exclusive exclusive(busy_);
+        encoder_.keep_residual();
+        using Owner = std::shared_ptr<uint8_t[]>;
+        const py::capsule owner(new Owner(encoder_.own_residual()),
+                                [](void* memory) { delete static_cast<Owner*>(memory); });
+        const py::dtype dtype = encoder_.dtype() == Dtype::kFloat64 ? py::dtype::of<double>() : py::dtype::of<float>();
+        return py::array(dtype, {static_cast<py::ssize_t>(encoder_.numel())}, {dtype.itemsize()}, encoder_.residual(),
+                         owner);
+    }
+
+    void drop_residual() {
+        const Exclusive exclusive(busy_);
+        encoder_.drop_residual();
     }
 
   private:
@@ -119,6 +129,8 @@ class PyEncoder {
 
     template <class F>
     Encoded with_input(const py::object& update, const py::object& before, F f) {
+        if (before.is_none() && !encoder_.residual())
+            throw py::value_error("an encoder without a residual encodes differences only");
         if (update.is_none() && before.is_none()) {
             const Exclusive exclusive(busy_);
             const py::gil_scoped_release release;
@@ -134,8 +146,9 @@ class PyEncoder {
         require_alike(earlier, "before", arrays.targets(), "now");
         for (const HostArrays* each : {&arrays, &earlier}) {
             each->require_numel(encoder_.numel());
-            each->require_apart(encoder_.residual(), encoder_.numel() * bytes_per_element(encoder_.dtype()),
-                                "the residual");
+            if (encoder_.residual())
+                each->require_apart(encoder_.residual(), encoder_.numel() * bytes_per_element(encoder_.dtype()),
+                                    "the residual");
         }
         return with_arrays(arrays, &earlier, f);
     }
@@ -301,7 +314,8 @@ void register_encoder(py::module_& module) {
         .def("encode_dense", &PyEncoder::encode_dense, py::arg("update").none(true), py::arg("before").none(true),
              py::arg("dtype"), py::arg("key"), py::arg("step"), py::arg("skip_nonfinite"), py::arg("partition"))
         .def("clip", &PyEncoder::clip, py::arg("limit"))
-        .def_property_readonly("residual", &PyEncoder::residual);
+        .def("keep_residual", &PyEncoder::keep_residual)
+        .def("drop_residual", &PyEncoder::drop_residual);
     module.def("encode_into", &encode_into, py::arg("residual"), py::arg("update"), py::arg("threshold"),
                py::arg("key"), py::arg("step"));
 }

@@ -139,10 +139,28 @@ LentBytes lent_bytes(const py::object& array, const char* role) {
 class PyEncoder {
   public:
     PyEncoder(int device, uint64_t numel, bool float64, const py::dict& policy, double threshold, double trend,
-              double deviation, uint32_t supply)
+              double deviation, uint32_t supply, bool keeps_residual)
         : float64_(float64),
           encoder_(device, numel, float64 ? Dtype::kFloat64 : Dtype::kFloat32, policy_of(policy),
-                   {threshold, trend, deviation, cuda::Supply{supply}}) {}
+                   {threshold, trend, deviation, cuda::Supply{supply}}, keeps_residual) {}
+
+    // Use memory of the caller's as the residual, until None is lent in its place.
+    void lend_residual(const py::object& residual) {
+        void* memory = nullptr;
+        if (!residual.is_none()) {
+            const DeviceArrays lent(residual, "residual", encoder_.device(), nullptr);
+            lent.require_targets();
+            lent.require_numel(encoder_.numel());
+            const std::vector<Array> arrays = lent.targets();
+            if (arrays.size() != 1 || arrays[0].dtype != encoder_.dtype() ||
+                reinterpret_cast<uintptr_t>(arrays[0].data) % 16 != 0)
+                throw py::value_error(
+                    "residual must be one array of the encoder's dtype that begins at a multiple of 16 bytes");
+            memory = arrays[0].data;
+        }
+        const Exclusive exclusive(busy_);
+        encoder_.lend_residual(memory);
+    }
 
     // Return the size of a buffer for ternary messages.
     uint64_t capacity() const { return cuda::message_capacity(max_ternary_bytes(encoder_.numel())); }
@@ -157,6 +175,8 @@ class PyEncoder {
         const Partition parts = partition.is_none() ? undivided(encoder_.numel()) : partition_of(partition);
         std::vector<ConstArray> updates;
         std::unique_ptr<DeviceArrays> arrays;
+        if (encoder_.numel() > 0 && !encoder_.residual())
+            throw py::value_error("an encoder on a device needs memory for a residual");
         if (!update.is_none()) {
             arrays = std::make_unique<DeviceArrays>(update, "update", encoder_.device(), stream);
             arrays->require_update(encoder_.residual(), encoder_.numel(), encoder_.dtype());
@@ -438,9 +458,10 @@ void register_message(py::module_& module) {
 void register_encoder(py::module_& module) {
     // Local, because _core's class has the same C++ name, which is all that pybind11 compares under libc++.
     py::class_<PyEncoder>(module, "Encoder", py::module_local())
-        .def(py::init<int, uint64_t, bool, const py::dict&, double, double, double, uint32_t>(), py::arg("device"),
-             py::arg("numel"), py::arg("float64"), py::arg("policy"), py::arg("threshold"), py::arg("trend"),
-             py::arg("deviation"), py::arg("supply"))
+        .def(py::init<int, uint64_t, bool, const py::dict&, double, double, double, uint32_t, bool>(),
+             py::arg("device"), py::arg("numel"), py::arg("float64"), py::arg("policy"), py::arg("threshold"),
+             py::arg("trend"), py::arg("deviation"), py::arg("supply"), py::arg("keeps_residual"))
+        .def("lend_residual", &PyEncoder::lend_residual, py::arg("residual").none(true))
         .def("encode", &PyEncoder::encode, py::arg("update").none(true), py::arg("key"), py::arg("skip_nonfinite"),
              py::arg("dense"), py::arg("partition").none(true), py::arg("max_bytes"), py::arg("most_changed"),
              py::arg("outs").none(true), py::arg("stream"))

@@ -118,9 +118,10 @@ std::vector<PartTable> part_tables(Workspace& work, const Partition& partition, 
 }  // namespace
 
 DeviceEncoder::DeviceEncoder(int device, uint64_t numel, Dtype dtype, const Policy& policy,
-                             const PolicyState& policy_state)
+                             const PolicyState& policy_state, bool keeps_residual)
     : device_(device), numel_(numel), dtype_(dtype), policy_(policy) {
-    allocate(numel * bytes_per_element(dtype));
+    allocate(keeps_residual ? numel * bytes_per_element(dtype) : 0);
+    if (!keeps_residual) lend_residual(nullptr);
     set_state(policy_state, 0, 0);
 }
 
@@ -138,6 +139,8 @@ void DeviceEncoder::allocate(uint64_t residual_bytes) {
     processors_ = static_cast<unsigned>(processors);
     work_ = allocate_workspace(numel_, residual_bytes);
 }
+
+void DeviceEncoder::lend_residual(void* residual) { work_->residual = static_cast<uint8_t*>(residual); }
 
 void* DeviceEncoder::residual() const { return work_->residual; }
 

@@ -23,8 +23,9 @@ struct PartTable;
 // on different streams.
 class DeviceEncoder {
   public:
-    // Wait for the device. Throw CudaError.
-    DeviceEncoder(int device, uint64_t numel, Dtype dtype, const Policy& policy, const PolicyState& policy_state);
+    // Wait for the device. Throw CudaError. Without a residual of its own the caller lends one.
+    DeviceEncoder(int device, uint64_t numel, Dtype dtype, const Policy& policy, const PolicyState& policy_state,
+                  bool keeps_residual = true);
     // Without a residual, for encode_into only.
     DeviceEncoder(int device, uint64_t numel, Dtype dtype);
     ~DeviceEncoder();
@@ -48,6 +49,8 @@ class DeviceEncoder {
     // Change the policy from the next step on.
     void set_policy(const Policy& policy) { policy_ = policy; }
 
+    // Use the caller's memory as the residual from the next encode on; null: none.
+    void lend_residual(void* residual);
     void* residual() const;
     int device() const { return device_; }
     uint64_t numel() const { return numel_; }

@@ -61,7 +61,9 @@ class Encoder:
         trend: float,
         deviation: float,
         supply: int,
+        keeps_residual: bool,
     ) -> None: ...
+    def lend_residual(self, residual: Any) -> None: ...
     def encode(
         self,
         update: Any,

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from .arrays import device_of, on_host
 
-__all__ = ["Agreement", "Measured", "Sketch", "checked_state", "sample_of", "samples_of"]
+__all__ = ["Agreement", "Measured", "Sketch", "checked_state", "sample_beside", "sample_of"]
 
 _SAMPLE_NUMEL = 1 << 16
 _BLOCK_NUMEL = 64
@@ -140,48 +140,36 @@ def _places_of(sizes: tuple[int, ...]) -> _Places:
 
 def sample_of(arrays: Sequence[Any]) -> NDArray[np.float64]:
     """Return about 65,536 elements at regular distances, or all of fewer; the same places for equal shapes."""
-    return samples_of(arrays)[0]
+    return on_host(sample_beside(arrays))
 
 
-def samples_of(*lists: Sequence[Any]) -> list[NDArray[np.float64]]:
-    """Return a sample of each list of arrays, which are contiguous and of the same shapes, as ``sample_of`` does."""
-    places = _places_of(tuple(math.prod(array.shape) for array in lists[0]))
-    if device_of(lists[0]) >= 0:
-        return _samples_from_device(places, lists)
-    samples = []
-    for arrays in lists:
-        parts = [np.zeros(0)]
-        for index, start, count in places.blocks:
-            rows = arrays[index].reshape(-1)[start : start + count * places.span]
-            parts.append(rows.reshape(-1, places.span)[:, :_BLOCK_NUMEL].reshape(-1))
-        parts += [arrays[index].reshape(-1)[start : start + n] for index, start, n in places.rest]
-        samples.append(np.concatenate(parts, dtype=np.float64))
-    return samples
+def sample_beside(arrays: Sequence[Any]) -> Any:
+    """Return what ``sample_of`` does, in the memory where the arrays are: on a device a tensor, without waiting."""
+    places = _places_of(tuple(math.prod(array.shape) for array in arrays))
+    if device_of(arrays) >= 0:
+        return _sample_on_device(places, arrays)
+    parts = [np.zeros(0)]
+    for index, start, count in places.blocks:
+        rows = arrays[index].reshape(-1)[start : start + count * places.span]
+        parts.append(rows.reshape(-1, places.span)[:, :_BLOCK_NUMEL].reshape(-1))
+    parts += [arrays[index].reshape(-1)[start : start + n] for index, start, n in places.rest]
+    return np.concatenate(parts, dtype=np.float64)
 
 
-def _samples_from_device(
-    places: _Places, lists: Sequence[Sequence[Any]]
-) -> list[NDArray[np.float64]]:
-    """Return the samples of torch's tensors: in few launches, and one copy from the device."""
+def _sample_on_device(places: _Places, arrays: Sequence[Any]) -> Any:
+    """Return the sample of torch's tensors, in few launches."""
+    flat = [tensor if tensor.is_contiguous() else tensor.reshape(-1) for tensor in arrays]
     rows, pieces = [], []
-    for arrays in lists:
-        flat = [tensor if tensor.is_contiguous() else tensor.reshape(-1) for tensor in arrays]
-        for index, start, count in places.blocks:
-            shape, strides = (count, _BLOCK_NUMEL), (places.span, 1)
-            at = flat[index].storage_offset() + start
-            rows.append(flat[index].as_strided(shape, strides, at))
-        for index, start, numel in places.rest:
-            at = flat[index].storage_offset() + start
-            pieces.append(flat[index].as_strided((numel,), (1,), at))
-    cat = sys.modules["torch"].cat
-    joined = [cat(tensors).reshape(-1) for tensors in (rows, pieces) if tensors]
-    values = on_host(cat(joined).double()) if joined else np.zeros(0)
-    rows_numel = _BLOCK_NUMEL * sum(count for *_, count in places.blocks)
-    first, rest = np.split(values, [rows_numel * len(lists)])
-    return [
-        np.concatenate(both)
-        for both in zip(np.split(first, len(lists)), np.split(rest, len(lists)), strict=True)
-    ]
+    for index, start, count in places.blocks:
+        shape, strides = (count, _BLOCK_NUMEL), (places.span, 1)
+        at = flat[index].storage_offset() + start
+        rows.append(flat[index].as_strided(shape, strides, at))
+    for index, start, numel in places.rest:
+        at = flat[index].storage_offset() + start
+        pieces.append(flat[index].as_strided((numel,), (1,), at))
+    torch = sys.modules["torch"]
+    joined = [torch.cat(tensors).reshape(-1) for tensors in (rows, pieces) if tensors]
+    return torch.cat(joined).double() if joined else flat[0].new_zeros(0)
 
 
 class Agreement:

@@ -196,9 +196,11 @@ class Encoder:
             residual, "skip" sends the message without these elements. They enter the residual in neither case.
         threads: most threads for one encode, and for adding messages in an `Exchange`. Bytes and parameters do not
             depend on the number.
+        keeps_residual: False for parameters that contain the residual: `encode` then takes differences only
+            (``before``), and there is memory for a residual only between ``make_residual`` and ``drop_residual``.
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: an argument is out of range, or ``clip`` or ``on_nonfinite="skip"`` without a residual.
         TypeError: an argument is of the wrong kind.
         BackendUnavailable: the device, or the instruction set that GRADWIRE_ISA names, is not usable here.
         MemoryError: the residual does not fit.
@@ -239,6 +241,7 @@ class Encoder:
         key: int = 0,
         on_nonfinite: Literal["raise", "skip"] = "raise",
         threads: int = 1,
+        keeps_residual: bool = True,
     ) -> None:
         check_range("numel", numel, 0, _MAX_NUMEL)
         if threshold is None:
@@ -266,23 +269,27 @@ class Encoder:
             raise ValueError(
                 f'dtype of the residual must be "float32" or "float64", got {self.dtype!r}'
             )
+        # What these take out of the residual would be in the difference again.
+        if not keeps_residual and (clip is not None or on_nonfinite == "skip"):
+            raise ValueError(
+                'clip and on_nonfinite="skip" change the residual: give keeps_residual=True'
+            )
         self.device = device
         self.policy = threshold
         self.shakeup = shakeup
         self.clip = clip
         self.on_nonfinite = on_nonfinite
         self.threads = threads
+        self.keeps_residual = keeps_residual
         self._rule = ThresholdRule.of(threshold, numel)
         self._allocate()
 
     def _allocate(self) -> None:
-        """Allocate a residual of zeros and begin at step 0."""
-        try:
-            self._core = _core.Encoder(self.numel, self.dtype == "float64", self.threads)
-        except MemoryError:
-            nbytes = self.numel * np.dtype(self.dtype).itemsize
-            raise MemoryError(f"a residual of {nbytes} bytes does not fit into memory") from None
-        self._residual: NDArray[Any] = self._core.residual
+        """Begin at step 0, with a residual of zeros if it is kept."""
+        self._core = _core.Encoder(self.numel, self.dtype == "float64", self.threads)
+        self._residual: NDArray[Any] | None = None
+        if self.keeps_residual:
+            self.make_residual()
         self._step = 0
         self._memory = ThresholdMemory(self._rule)
         # Counted in place: a frozen ``EncoderStats`` is made on request only.
@@ -290,8 +297,44 @@ class Encoder:
 
     @property
     def residual(self) -> NDArray[Any]:
-        """The part not sent yet: a writable view of float32[numel] or float64[numel], always of the same memory."""
+        """The part not sent yet: a writable view of float32[numel] or float64[numel], always of the same memory.
+
+        Raises:
+            RuntimeError: with ``keeps_residual=False``, outside ``make_residual`` and ``drop_residual``.
+        """
+        if self._residual is None:
+            raise RuntimeError(
+                "this encoder keeps no residual: it is what the parameters differ from the shared ones by"
+            )
         return self._residual
+
+    @property
+    def has_residual(self) -> bool:
+        """Whether there is memory for a residual now."""
+        return self._residual is not None
+
+    def make_residual(self) -> None:
+        """Allocate a residual of zeros, unless there is a residual.
+
+        Raises:
+            MemoryError: it does not fit.
+        """
+        try:
+            self._residual = self._core.keep_residual()
+        except MemoryError:
+            nbytes = self.numel * np.dtype(self.dtype).itemsize
+            raise MemoryError(f"a residual of {nbytes} bytes does not fit into memory") from None
+
+    def drop_residual(self) -> None:
+        """Free the residual if it is not kept; arrays that were taken of it have its last values."""
+        if not self.keeps_residual:
+            self._residual = None
+            self._core.drop_residual()
+
+    @property
+    def device_number(self) -> int:
+        """Number of the CUDA device; -1 for the CPU."""
+        return -1
 
     @property
     def threshold(self) -> float:
@@ -346,6 +389,7 @@ class Encoder:
                 a third of the memory traffic.
             before: None, or arrays like those of ``update``, float32 or float64 as for ``apply``. Then the residual
                 becomes the difference, ``update - before``, in the same pass: for parameters that contain the residual.
+                Without a residual the difference is encoded, and nothing of it is kept.
             dense: True sends the whole residual as a dense message of the residual's dtype instead; "bfloat16" sends it
                 in bfloat16 and keeps the rounding error in the residual.
             parts: a partition of the ``numel`` elements, or its number of parts, for one message per part. Message i
@@ -409,7 +453,9 @@ class Encoder:
             except BaseException:
                 # An error of the policy must not lose the update: put the messages back into the residual.
                 owners = [None] if partition is None else list(partition)
-                for part, message in zip(owners, messages, strict=True):
+                for part, message in zip(
+                    owners, messages if self.has_residual else (), strict=False
+                ):
                     apply(message, self._residual, part=part)
                 raise
         if self.clip is not None and self.clip.is_due(step):
@@ -459,11 +505,11 @@ class Encoder:
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the state that the next message depends on, as host arrays and plain numbers.
 
-        The policies are not part of the state, because they are immutable.
+        The policies are not part of the state, because they are immutable. A residual that is not kept is zeros here.
         """
         memory = self._memory
         return EncoderState(
-            self._residual.copy(),
+            self._residual_on_host(),
             memory.threshold,
             self._step,
             memory.changed_at,
@@ -477,13 +523,14 @@ class Encoder:
             ValueError: the state has another format, size or dtype; the encoder is unchanged.
         """
         checked = EncoderState.of(state, self.numel, self.dtype)
-        self._residual[...] = checked.residual
+        self.make_residual()
+        self.residual[...] = checked.residual
         self._memory.restore(checked)
         self._step = checked.step
 
     def __reduce__(self) -> Any:
         """Return what makes an encoder with the same options and state; the totals of ``stats`` begin anew."""
-        names = ("shakeup", "clip", "dtype", "key", "on_nonfinite", "threads")
+        names = ("shakeup", "clip", "dtype", "key", "on_nonfinite", "threads", "keeps_residual")
         options = {name: getattr(self, name) for name in names}
         options |= {"threshold": self.policy, "device": str(self.device)}
         return _restored, (self.numel, options, self.state_dict())
@@ -493,6 +540,10 @@ class Encoder:
             f"<gradwire.{type(self).__name__} {self.dtype}[{self.numel}] key={self.key} step={self._step} "
             f"threshold={self.threshold:.4g}>"
         )
+
+    def _residual_on_host(self) -> NDArray[Any]:
+        """Return a copy of the residual; zeros if there is none."""
+        return np.zeros(self.numel, self.dtype) if self._residual is None else self._residual.copy()
 
     def _partition(self, parts: Partition | int) -> Partition:
         partition = parts if isinstance(parts, Partition) else Partition(self.numel, parts)

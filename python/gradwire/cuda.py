@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from .arrays import cuda_core, stream_of
 from .codec import Encoder, EncoderStats, ThresholdRule, dense_dtype
@@ -53,6 +57,7 @@ class CudaEncoder(Encoder, device="cuda"):
 
     def _allocate(self) -> None:
         self._number = int(str(self.device).partition(":")[2] or 0)
+        self._lent: Any = None  # torch's tensor
         words = _policy_words(self._rule.policy, self.shakeup, self.clip)
         threshold, policy_state = begin(self._rule.policy)
         self._device_core = cuda_core().Encoder(
@@ -62,6 +67,7 @@ class CudaEncoder(Encoder, device="cuda"):
             words,
             threshold,
             *policy_state,
+            self.keeps_residual,
         )
 
     @property
@@ -70,9 +76,45 @@ class CudaEncoder(Encoder, device="cuda"):
 
         ``torch.as_tensor(encoder.residual, device="cuda")``, ``cupy.asarray`` and ``jax.dlpack.from_dlpack`` use the
         memory without a copy.
+
+        Raises:
+            RuntimeError: as on the CPU.
         """
+        if not self.has_residual:
+            return super().residual  # raises
+        if self._lent is not None:
+            return self._lent
         residual: DeviceArray = self._device_core.residual
         return residual
+
+    @property
+    def has_residual(self) -> bool:
+        """Whether there is memory for a residual now."""
+        return self.keeps_residual or self._lent is not None
+
+    def make_residual(self) -> None:
+        """Take memory of torch for a residual of zeros, unless there is a residual.
+
+        Between steps it is torch's again: a backward pass uses it for other things.
+        """
+        if self.has_residual:
+            return
+        torch = sys.modules["torch"]
+        dtype = getattr(torch, self.dtype)
+        lent = torch.zeros(self.numel, dtype=dtype, device=f"cuda:{self._number}")
+        self._device_core.lend_residual(lent)
+        self._lent = lent
+
+    def drop_residual(self) -> None:
+        """Give the memory back, after all work that is enqueued on the current stream."""
+        if self._lent is not None:
+            self._device_core.lend_residual(None)
+            self._lent = None
+
+    @property
+    def device_number(self) -> int:
+        """Number of the CUDA device."""
+        return self._number
 
     @property
     def threshold(self) -> float:
@@ -176,7 +218,7 @@ class CudaEncoder(Encoder, device="cuda"):
         """Return the state as on the CPU, with host arrays: it can be loaded on either side. Waits for the device."""
         state = self._state()
         return EncoderState(
-            self._device_core.residual_to_host(),
+            self._residual_on_host(),
             state["threshold"],
             state["step"],
             state["changed_at"],
@@ -190,6 +232,7 @@ class CudaEncoder(Encoder, device="cuda"):
             ValueError: the state has another format, size or dtype; the encoder is unchanged.
         """
         checked = EncoderState.of(state, self.numel, self.dtype)
+        self.make_residual()
         self._device_core.residual_from_host(checked.residual)
         self._device_core.set_state(
             checked.threshold, checked.step, checked.changed_at, *checked.policy_state
@@ -197,6 +240,12 @@ class CudaEncoder(Encoder, device="cuda"):
 
     def __repr__(self) -> str:
         return f"<gradwire.Encoder {self.dtype}[{self.numel}] key={self.key} device={self.device}>"
+
+    def _residual_on_host(self) -> NDArray[Any]:
+        if not self.has_residual:
+            return np.zeros(self.numel, self.dtype)
+        residual: NDArray[Any] = self._device_core.residual_to_host()
+        return residual
 
     def _state(self) -> dict[str, Any]:
         return dict(self._device_core.state())

@@ -11,11 +11,12 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from . import rendezvous
 from .arrays import copies, device_of, put, views, writable_views
@@ -403,6 +404,7 @@ def _groups_for(
     every: int,
     device: str,
     processors: int,
+    keeps_residual: bool,
     schedules: Mapping[str, Any],
 ) -> Groups:
     """Return one group of all tensors with the same density, which is the default where none is given.
@@ -442,7 +444,14 @@ def _groups_for(
             policy = _policy(value, numel)
         threads = max(1, min(processors, numel // _THREAD_NUMEL))
         encoder = Encoder(
-            numel, policy, dtype=dtype, device=device, key=key, threads=threads, **schedules
+            numel,
+            policy,
+            dtype=dtype,
+            device=device,
+            key=key,
+            threads=threads,
+            keeps_residual=keeps_residual,
+            **schedules,
         )
         tensors = tuple(indices) if len(by_density) > 1 else None
         groups.append(Group(encoder, tensors, is_dense=value == "dense"))
@@ -477,6 +486,8 @@ class TrainingMaker:
         density: for all; or by pattern of the names (the first that fits), where "dense" sends whole updates and the
             rest has the default; None: the default for all.
         is_adaptive: whether the updates are an adaptive optimiser's, for the default.
+        moves: whether every step's update comes as what the parameters have moved by (``Exchange.step_moved``): then
+            their difference to the shared ones is the residual, which needs no memory of its own.
         node: to use; None: one from the environment, closed with the training.
         team: rank and size of the team on this machine; None: from the environment.
         shakeup: of the encoders.
@@ -492,6 +503,7 @@ class TrainingMaker:
         density: Density | None,
         *,
         is_adaptive: bool = False,
+        moves: bool = False,
         node: Node | None,
         team: tuple[int, int] | None = None,
         shakeup: ShakeUp | None = None,
@@ -519,6 +531,15 @@ class TrainingMaker:
             _LOG.warning("%s", place.hint)
         self._rank, self._size = team or (place.local_rank, place.local_size)
         self._is_team = self._size > 1 and (node is None or team is not None)
+        # Messages that are under way (``overlap``) would have to be told apart from what the parameters move by, and
+        # clipping changes a residual. A team's leader gets its workers' updates apart from the parameters.
+        self._keeps_residual = (
+            not moves
+            or not self._checked.apply_residual
+            or bool(self._checked.overlap)
+            or clip is not None
+            or self._is_team
+        )
         self._run: str | None = None
         if self._is_team or (node is None and place.expected_peers() != 0):
             self._run = f"{rendezvous.name_of(place)} {self._rank}"
@@ -571,6 +592,7 @@ class TrainingMaker:
             device="cpu" if number < 0 else f"cuda:{number}",
             # The workers of a team wait while their leader encodes.
             processors=_processors() // (1 if self._is_team else self._place.local_size),
+            keeps_residual=self._keeps_residual,
             schedules=self._schedules,
         )
 
@@ -603,7 +625,7 @@ class TrainingMaker:
         exchange = Exchange(groups, self._node, **self._options)
         exchange.ignore(filter(None, self._finished))
         if self._checked.codec == "threshold":
-            exchange.listeners.append(_StillTensors(named, groups))
+            exchange.listeners.append(_StillTensors(named, groups, exchange.difference_of))
         return exchange if team is None else team.lead(exchange)
 
 
@@ -652,7 +674,13 @@ class _StillTensors:
     they do not train.
     """
 
-    def __init__(self, named: Sequence[tuple[str, Any]], groups: Groups) -> None:
+    def __init__(
+        self,
+        named: Sequence[tuple[str, Any]],
+        groups: Groups,
+        difference_of: Callable[[int], NDArray[Any]],
+    ) -> None:
+        self._difference_of = difference_of
         self._names = [name for name, _ in named]
         self._sizes = [math.prod(array.shape) for _, array in named]
         self._groups = groups
@@ -666,7 +694,7 @@ class _StillTensors:
         for group in self._groups.groups:
             policy = group.encoder.policy
             # Dense updates leave no residual, and reading one on a device would make the training wait.
-            is_on_device = device_of(group.encoder.residual) >= 0
+            is_on_device = group.encoder.device_number >= 0
             if group.is_dense or is_on_device or not isinstance(policy, TargetDensity):
                 continue
             still = self._still_tensors(group, policy.density)
@@ -683,14 +711,18 @@ class _StillTensors:
 
     def _still_tensors(self, group: Group, density: float) -> list[str]:
         """Return the names of a group's tensors in which fewer elements have changed than the density."""
-        residual = group.encoder.residual
-        if np.count_nonzero(residual) > density * residual.size:
-            return []
-        still = []
+        changed = {}
         start = 0
         for index in range(len(self._names)) if group.tensors is None else group.tensors:
-            part = residual[start : start + self._sizes[index]]
-            start += part.size
-            if np.count_nonzero(part) <= density * part.size:
-                still.append(self._names[index])
-        return still
+            end = start + self._sizes[index]
+            has_residual = group.encoder.has_residual
+            part = group.encoder.residual[start:end] if has_residual else self._difference_of(index)
+            changed[index] = np.count_nonzero(part)
+            start = end
+        if sum(changed.values()) > density * start:
+            return []
+        return [
+            self._names[index]
+            for index, count in changed.items()
+            if count <= density * self._sizes[index]
+        ]

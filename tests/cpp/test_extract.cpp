@@ -432,6 +432,49 @@ CASE(a_difference_is_encoded_as_a_residual_that_holds_it) {
     });
 }
 
+CASE(an_encoder_without_a_residual_sends_what_one_with_a_residual_sends) {
+    for_every_table([] {
+        for (const unsigned threads : {1U, 3U})
+            for (const uint64_t numel : Numbers{1, 63, 1'025, 600'003})
+                for (const uint64_t parts : {1, 3}) {
+                    Random random(numel + parts);
+                    std::vector<float> values[2];
+                    for (std::vector<float>& array : values)
+                        for (uint64_t i = 0; i < numel; ++i)
+                            array.push_back(static_cast<float>(random.below(512)) / 64 - 4);  // exact differences
+                    const uint64_t first = numel / 3;
+                    const auto views_of = [&](const std::vector<float>& array) {
+                        return std::vector<ConstArray>{{array.data(), first, Dtype::kFloat32},
+                                                       {array.data() + first, numel - first, Dtype::kFloat32}};
+                    };
+                    const std::vector<ConstArray> now = views_of(values[0]), before = views_of(values[1]);
+                    const Input difference{&now, &before};
+                    const Partition partition{numel, parts, 9};
+                    Encoder with(numel, Dtype::kFloat32, threads), without(nullptr, numel, Dtype::kFloat32, threads);
+                    CHECK_EQUAL(without.sample(difference, 0x3f80, 1.0, 0.01, 3).now,
+                                with.sample(difference, 0x3f80, 1.0, 0.01, 3).now);
+                    const auto check = [&](const Encoded& encoded, const Encoded& expected) {
+                        CHECK_EQUAL(encoded.reached, expected.reached);
+                        for (uint64_t p = 0; p < parts; ++p)
+                            CHECK(exactly(encoded.messages[p].bytes.get(), encoded.messages[p].size) ==
+                                  exactly(expected.messages[p].bytes.get(), expected.messages[p].size));
+                    };
+                    EncodeOptions options;
+                    options.threshold = 0x3f80;
+                    check(without.encode(difference, options, partition), with.encode(difference, options, partition));
+                    // Only the largest, some of which are equal.
+                    options.max_bytes = 1;
+                    options.most_changed = numel / 5;
+                    check(without.encode(difference, options, partition), with.encode(difference, options, partition));
+                    check(without.encode_dense(difference, DenseType::kBfloat16, options, partition),
+                          with.encode_dense(difference, DenseType::kBfloat16, options, partition));
+                    CHECK(without.residual() == nullptr);
+                    values[0][numel / 2] = std::numeric_limits<float>::quiet_NaN();
+                    CHECK_THROWS(NonFiniteUpdate, without.encode(difference, options, partition));
+                }
+    });
+}
+
 CASE(a_dense_message_sends_the_whole_residual) {
     for_every_table([] {
         Random random(5);

@@ -464,6 +464,14 @@ def install(module: Path, seed: int) -> None:
         return on_host(array, *args, **options)
 
     torch.as_tensor = as_tensor_anywhere  # type: ignore[assignment]
+    zeros_on_host = torch.zeros
+
+    def zeros_anywhere(*shape: Any, **options: Any) -> Any:
+        if str(options.get("device", "cpu")).startswith("cuda"):
+            return empty(*shape, dtype=options["dtype"]).zero_()
+        return zeros_on_host(*shape, **options)
+
+    torch.zeros = zeros_anywhere
 
 
 RUNTIME: Runtime

@@ -76,7 +76,8 @@ def train(
     if late:
         node.cluster.compute(node, 3.0)
     chosen = {"min_peers": 1, "digest_s": 0.01, **options}
-    enc = encoder(where)
+    keeps = chosen.pop("keeps_residual", True)
+    enc = encoder(where, keeps_residual=keeps)
     share = gw.Exchange(enc, node, **chosen)
     params = placed(values(rank, 1000), where)
     share.join(params, equalize=True)
@@ -95,6 +96,7 @@ def train(
         share.catch_up(params)
     if rank == 1 and not late:
         assert share.stats.digests
+    assert enc.has_residual == (keeps or not (moves or "every" in options))
     state = share.state_dict()
     again = gw.Exchange(encoder(where), node, **chosen)
     again.load_state_dict(state)
@@ -111,6 +113,8 @@ def train(
     [
         {},
         {"apply_residual": True},
+        {"apply_residual": True, "keeps_residual": False},
+        {"apply_residual": True, "keeps_residual": False, "every": 2, "outer_momentum": 0.5},
         {"apply_residual": True, "codec": "dense"},
         {"apply_residual": True, "every": 3},
         {"every": 2, "outer_momentum": 0.5},

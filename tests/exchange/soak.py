@@ -52,7 +52,8 @@ def train(way: str, rank: int, ports: list[int]) -> None:
     params = np.zeros(NUMEL, np.float32)
     address, *others = (f"127.0.0.1:{port}" for port in (ports[rank], *ports))
     with gw.Node(address, others, secret=SECRET, node_id=rank + 1) as node:
-        share = gw.Exchange(gw.Encoder(NUMEL, gw.TargetDensity(0.01)), node, **WAYS[way])
+        encoder = gw.Encoder(NUMEL, gw.TargetDensity(0.01), keeps_residual=False)
+        share = gw.Exchange(encoder, node, **WAYS[way])
         share.join(params)
 
         def tell(word: str) -> None:

@@ -35,15 +35,23 @@ def updates_of(node: int, steps: int = STEPS) -> list[NDArray[np.float32]]:
     return [(rng.integers(-256, 256, NUMEL) / 2.0**12).astype(np.float32) for _ in range(steps)]
 
 
-def encoder(threshold: float = THRESHOLD) -> gw.Encoder:
-    return gw.Encoder(NUMEL, threshold=gw.FixedThreshold(threshold))
+def encoder(threshold: float = THRESHOLD, *, keeps: bool = True) -> gw.Encoder:
+    return gw.Encoder(NUMEL, threshold=gw.FixedThreshold(threshold), keeps_residual=keeps)
 
 
-def train(apply_residual: bool, *, moves: bool, **options: Any) -> Work:
+def outcome_of(share: gw.Exchange, enc: gw.Encoder, params: NDArray[np.float32]) -> Outcome:
+    share._replica.make_residual(params)
+    return Outcome(params, share.shared(params)[0], enc.residual)
+
+
+kept_or_not = pytest.mark.parametrize("keeps", [True, False], ids=["kept", "difference"])
+
+
+def train(apply_residual: bool, *, moves: bool, keeps: bool = True, **options: Any) -> Work:
     """Return the work of one node; ``moves``: through ``step_moved``, else through ``step``."""
 
     def work(node: FakeNode, rank: int) -> Outcome:
-        enc, params = encoder(), np.ones(NUMEL, np.float32)
+        enc, params = encoder(keeps=keeps), np.ones(NUMEL, np.float32)
         share = gw.Exchange(
             enc, node, reduction="sum", min_peers=2, apply_residual=apply_residual, **options
         )
@@ -57,7 +65,8 @@ def train(apply_residual: bool, *, moves: bool, **options: Any) -> Work:
                 received += share.step(one, params).received
         while received < 2 * STEPS // options.get("every", 1):
             received += share.catch_up(params, timeout_s=0.05)
-        return Outcome(params, share.shared(params)[0], enc.residual)
+        assert enc.has_residual == (keeps or not (moves or "every" in options))
+        return outcome_of(share, enc, params)
 
     return work
 
@@ -68,9 +77,12 @@ def train(apply_residual: bool, *, moves: bool, **options: Any) -> Work:
     [{}, {"every": 3}, {"mode": "async"}, {"topology": "sharded"}],
     ids=lambda one: str(one),
 )
-def test_parameters_are_the_shared_ones_and_the_residual(options: Any, moves: bool) -> None:
+@kept_or_not
+def test_parameters_are_the_shared_ones_and_the_residual(
+    options: Any, moves: bool, keeps: bool
+) -> None:
     """The shared parameters, and what each node keeps back, are those of an exchange without the option."""
-    with_it = run_cluster(train(True, moves=moves, **options), seed=3)
+    with_it = run_cluster(train(True, moves=moves, keeps=keeps, **options), seed=3)
     without = run_cluster(train(False, moves=moves, **options), seed=3)
     for one, other in zip(with_it, without, strict=True):
         assert one.residual.any()
@@ -80,8 +92,9 @@ def test_parameters_are_the_shared_ones_and_the_residual(options: Any, moves: bo
         np.testing.assert_array_equal(one.residual, other.residual)
 
 
+@kept_or_not
 @pytest.mark.parametrize("moves", [False, True], ids=["step", "step_moved"])
-def test_a_node_alone_trains_as_without_compression(moves: bool) -> None:
+def test_a_node_alone_trains_as_without_compression(moves: bool, keeps: bool) -> None:
     """The gradients of each step see all updates before it."""
 
     def gradient(params: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -89,7 +102,8 @@ def test_a_node_alone_trains_as_without_compression(moves: bool) -> None:
 
     plain = np.ones(NUMEL, np.float32)
     with cluster(0) as made:
-        share = gw.Exchange(encoder(0.25), made.node(1), min_peers=0, apply_residual=True)
+        enc = encoder(0.25, keeps=keeps)
+        share = gw.Exchange(enc, made.node(1), min_peers=0, apply_residual=True)
         params = plain.copy()
         share.join(params)
         for _ in range(STEPS):
@@ -104,15 +118,16 @@ def test_a_node_alone_trains_as_without_compression(moves: bool) -> None:
         assert np.abs(share.shared(params)[0] - plain).max() > 0.05
 
 
-def test_an_interrupted_step_counts_nothing_twice() -> None:
+@kept_or_not
+def test_an_interrupted_step_counts_nothing_twice(keeps: bool) -> None:
     def work(node: FakeNode, rank: int) -> Outcome:
-        enc, params = encoder(), np.zeros(NUMEL, np.float32)
+        enc, params = encoder(keeps=keeps), np.zeros(NUMEL, np.float32)
         share = gw.Exchange(
             enc, node, reduction="sum", min_peers=1, timeout_s=2.0, apply_residual=True
         )
         share.join(params)
         train_with_a_pause(share, node, rank, params, updates_of(rank, 8))
-        return Outcome(params, share.shared(params)[0], enc.residual)
+        return outcome_of(share, enc, params)
 
     outcomes = run_cluster(work, count=2, seed=2)
     put_in = sum(one.astype(np.float64) for rank in range(2) for one in updates_of(rank, 8))
@@ -122,12 +137,13 @@ def test_an_interrupted_step_counts_nothing_twice() -> None:
         np.testing.assert_array_equal(one.params, one.shared + one.residual)
 
 
+@kept_or_not
 def test_a_message_that_no_node_takes_stays_in_the_parameters(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, keeps: bool
 ) -> None:
     with cluster(0) as made:
         node = made.node(1)
-        enc, params = encoder(), np.zeros(NUMEL, np.float32)
+        enc, params = encoder(keeps=keeps), np.zeros(NUMEL, np.float32)
         share = gw.Exchange(enc, node, min_peers=0, apply_residual=True)
         share.join(params)
         first, second = updates_of(0, 2)
@@ -136,31 +152,40 @@ def test_a_message_that_no_node_takes_stays_in_the_parameters(
         with pytest.raises(gw.TooLarge):
             share.step_moved(params)
         np.testing.assert_array_equal(params, first)
-        np.testing.assert_array_equal(enc.residual, first)
+        if keeps:
+            np.testing.assert_array_equal(enc.residual, first)
         monkeypatch.undo()
         params += second
         share.step_moved(params)
         np.testing.assert_array_equal(params, first + second)
 
 
-def test_an_update_that_is_not_finite_leaves_finite_parameters() -> None:
+@kept_or_not
+def test_an_update_that_is_not_finite_leaves_finite_parameters(keeps: bool) -> None:
     with cluster(0) as made:
-        share = gw.Exchange(encoder(), made.node(1), min_peers=0, apply_residual=True)
+        enc = encoder(keeps=keeps)
+        share = gw.Exchange(enc, made.node(1), min_peers=0, apply_residual=True)
         params = np.zeros(NUMEL, np.float32)
         share.join(params)
         params[:2] = (np.nan, 0.25)
         with pytest.raises(gw.NonFiniteUpdate):
             share.step_moved(params)
         assert params[:3].tolist() == [0.0, 0.25, 0.0]
+        params[3] = 0.5
+        share.step_moved(params)
+        assert params[:4].tolist() == [0.0, 0.25, 0.0, 0.5]
 
 
+@kept_or_not
 @pytest.mark.parametrize("seed", seeds(3))
-def test_a_late_node_gets_the_parameters_without_the_residual_of_another(seed: int) -> None:
+def test_a_late_node_gets_the_parameters_without_the_residual_of_another(
+    seed: int, keeps: bool
+) -> None:
     outcomes: list[Outcome] = []
     late: list[bool] = []
 
     def train_until(node: FakeNode, last: int) -> None:
-        enc, params = encoder(), np.zeros(NUMEL, np.float32)
+        enc, params = encoder(keeps=keeps), np.zeros(NUMEL, np.float32)
         share = gw.Exchange(
             enc, node, reduction="sum", min_peers=1, timeout_s=20.0, apply_residual=True
         )
@@ -169,7 +194,7 @@ def test_a_late_node_gets_the_parameters_without_the_residual_of_another(seed: i
             node.cluster.compute(node, 0.1)
             params += updates_of(node.peer.id, last)[share.next_step]
             share.step_moved(params)
-        outcomes.append(Outcome(params, share.shared(params)[0], enc.residual))
+        outcomes.append(outcome_of(share, enc, params))
         node.cluster.close(node)
 
     def add(node_id: int) -> None:
@@ -188,9 +213,10 @@ def test_a_late_node_gets_the_parameters_without_the_residual_of_another(seed: i
         np.testing.assert_array_equal(one.params, one.shared + one.residual)
 
 
-def test_a_checkpoint_of_another_world_size_acts_in_the_parameters() -> None:
+@kept_or_not
+def test_a_checkpoint_of_another_world_size_acts_in_the_parameters(keeps: bool) -> None:
     def work(node: FakeNode, rank: int) -> Any:
-        enc, params = encoder(), np.zeros(NUMEL, np.float32)
+        enc, params = encoder(keeps=keeps), np.zeros(NUMEL, np.float32)
         share = gw.Exchange(enc, node, reduction="sum", min_peers=2, apply_residual=True)
         share.join(params)
         for one in updates_of(rank):
@@ -201,7 +227,7 @@ def test_a_checkpoint_of_another_world_size_acts_in_the_parameters() -> None:
     saved = run_cluster(work, seed=3)
     (state,) = redistribute([state for state, _ in saved], 1, reduction="sum")
     with cluster(0) as made:
-        enc, params = encoder(), saved[0][1].copy()
+        enc, params = encoder(keeps=keeps), saved[0][1].copy()
         share = gw.Exchange(enc, made.node(1), reduction="sum", min_peers=0, apply_residual=True)
         share.load_state_dict(state)
         share.join(params)
@@ -251,3 +277,56 @@ def test_a_residual_larger_than_the_parameters_is_no_foreign_change(
         return unknown
 
     assert run_cluster(work, seed=3) == [0, 0, 0]
+
+
+def test_an_encoder_without_a_residual_needs_parameters_that_hold_it() -> None:
+    with cluster(0) as made:
+        for options in ({}, {"apply_residual": True, "overlap": 1}):
+            with pytest.raises(ValueError, match="apply_residual=True without overlap"):
+                gw.Exchange(encoder(keeps=False), made.node(1), **options)
+    with pytest.raises(ValueError, match="keeps_residual=True"):
+        gw.Encoder(4, clip=gw.ResidualClip(every=2), keeps_residual=False)
+    enc = encoder(keeps=False)
+    with pytest.raises(RuntimeError, match="keeps no residual"):
+        _ = enc.residual
+    with pytest.raises(ValueError, match="differences only"):
+        enc.encode(np.ones(NUMEL, np.float32))
+
+
+@pytest.mark.parametrize("limits", [True, False])
+def test_an_update_is_measured_without_what_earlier_ones_have_left(limits: bool) -> None:
+    """A node whose residual is large must not be taken for one whose updates are."""
+
+    def work(node: FakeNode, rank: int) -> tuple[NDArray[np.float32], int]:
+        enc = encoder(1.0 if rank == 0 else THRESHOLD, keeps=False)  # the first sends nothing
+        options: Any = {"apply_residual": True, "limit_outliers": limits, "topology": "mesh"}
+        share = gw.Exchange(enc, node, min_peers=3, **options)
+        params = np.zeros(NUMEL, np.float32)
+        share.join(params)
+        shortened = 0
+        for _ in range(40):
+            params += np.float32(2.0**-6)
+            shortened += share.step_moved(params).shortened
+        return params, shortened
+
+    outcomes = run_cluster(work, count=4, seed=1)
+    assert [count for _, count in outcomes] == [0, 0, 0, 0]
+
+
+def test_a_node_that_has_workers_weighs_what_its_parameters_have_moved_by() -> None:
+    def work(node: FakeNode, rank: int) -> Outcome:
+        enc, params = encoder(keeps=False), np.zeros(NUMEL, np.float32)
+        share = gw.Exchange(enc, node, min_peers=1, apply_residual=True)
+        share.set_team(1 + 2 * rank, sends_mean=True)  # weights 1/2 and 3/2
+        share.join(params)
+        for one in updates_of(rank):
+            params += one
+            share.step_moved(params)
+        return outcome_of(share, enc, params)
+
+    outcomes = run_cluster(work, count=2, seed=2)
+    first, second = (sum(one.astype(np.float64) for one in updates_of(rank)) for rank in range(2))
+    left = sum(one.residual.astype(np.float64) for one in outcomes) / 2.0
+    np.testing.assert_allclose(
+        outcomes[0].shared + left, 0.25 * first + 0.75 * second, rtol=0.0, atol=1e-6
+    )

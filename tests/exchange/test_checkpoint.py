@@ -24,6 +24,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"every": 2},
     {"apply_residual": True},
     {"apply_residual": True, "moves": True},
+    {"apply_residual": True, "moves": True, "keeps_residual": False},
     {"apply_residual": True, "overlap": 1, "moves": True},
     {"overlap": 1},
     {"every": 2, "outer_momentum": 0.5},
@@ -47,9 +48,11 @@ def train(
     """
 
     def work(node: Any, rank: int) -> Any:
-        enc = gw.Encoder(NUMEL, gw.TargetDensity(0.1), shakeup=gw.ShakeUp(every=3))
-        moves = options.get("moves", False)
-        others = {name: value for name, value in options.items() if name != "moves"}
+        others = dict(options)
+        moves = others.pop("moves", False)
+        policy, shakeup = gw.TargetDensity(0.1), gw.ShakeUp(every=3)
+        keeps = others.pop("keeps_residual", True)
+        enc = gw.Encoder(NUMEL, policy, shakeup=shakeup, keeps_residual=keeps)
         share = gw.Exchange(enc, node, min_peers=len(starts) - 1, **others)
         params = np.random.default_rng(1).standard_normal(NUMEL).astype(np.float32)
         if starts[rank] is not None:

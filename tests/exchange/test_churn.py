@@ -31,7 +31,7 @@ class Trainer:
     def __init__(self, churn: Churn, node_id: int) -> None:
         self.churn = churn
         self.node: FakeNode = churn.world.node(node_id)
-        encoder = gw.Encoder(NUMEL, gw.FixedThreshold(THRESHOLD))
+        encoder = gw.Encoder(NUMEL, gw.FixedThreshold(THRESHOLD), keeps_residual=False)
         self.share = gw.Exchange(
             encoder,
             self.node,

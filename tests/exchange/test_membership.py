@@ -33,6 +33,7 @@ OVERLAPPED: dict[str, dict[str, Any]] = {
     "overlapped": {"overlap": 1},
     "overlapped, moved": {"overlap": 1, "moves": True},
     "overlapped, moved, residual": {"overlap": 1, "moves": True, "apply_residual": True},
+    "difference": {"moves": True, "apply_residual": True, "keeps_residual": False},
 }
 overlapped_or_not = pytest.mark.parametrize("how", OVERLAPPED.values(), ids=OVERLAPPED.keys())
 
@@ -50,12 +51,14 @@ class Trainer:
         steps: int,
         *,
         moves: bool = False,
+        keeps_residual: bool = True,
         **options: Any,
     ) -> None:
         self.world = world
         self.node: FakeNode = world.node(node_id)
         self.steps = steps
-        self.encoder = gw.Encoder(NUMEL, gw.FixedThreshold(THRESHOLD))
+        policy = gw.FixedThreshold(THRESHOLD)
+        self.encoder = gw.Encoder(NUMEL, policy, keeps_residual=keeps_residual)
         options = {
             "reduction": "sum",
             "timeout_s": 20.0,
@@ -98,6 +101,12 @@ class Trainer:
         self.world.close(self.node)
 
     @property
+    def residual(self) -> NDArray[np.float32]:
+        """What it has not sent, without the message of an unfinished step."""
+        self.share._replica.make_residual(self.params)
+        return self.encoder.residual
+
+    @property
     def shared(self) -> NDArray[np.float32]:
         """The parameters that all nodes share."""
         return self.share.shared(self.params)[0]
@@ -124,7 +133,7 @@ def assert_identical(trainers: list[Trainer]) -> None:
 
 def assert_nothing_lost(trainers: list[Trainer]) -> None:
     put_in = sum(one.put_in for one in trainers)
-    kept = sum(one.encoder.residual.astype(np.float64) for one in trainers)
+    kept = sum(one.residual.astype(np.float64) for one in trainers)
     survivor = next(one for one in trainers if one.is_alive and one.leaves_after is None)
     np.testing.assert_array_equal(survivor.shared + kept, START + put_in)
 

@@ -273,7 +273,7 @@ def test_the_remedies_are_options_that_the_exchange_does_not_have_yet(
 def test_a_threshold_that_sends_everything_is_blamed_only_where_it_was_given(
     policy: Any, says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monitor = ResidualMonitor()
+    monitor = ResidualMonitor(lambda _numel: ())
     groups = gw.Groups([gw.exchange.Group(gw.Encoder(4, policy))])
     for number in range(200):
         monitor.add(gw.StepResult(step=number, density=1.0, threshold=0.5), groups)

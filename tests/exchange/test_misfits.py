@@ -404,7 +404,7 @@ def test_a_second_thread_in_an_exchange_is_refused() -> None:
 
 
 def test_useless_densities_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    full = ResidualMonitor()
+    full = ResidualMonitor(lambda _numel: ())
     groups = Groups([Group(gw.Encoder(4))])
     for step in range(120):
         full.add(StepResult(step=step, density=1.0, threshold=1e-8), groups)
@@ -418,7 +418,7 @@ def test_a_residual_that_grows_beyond_the_first_steps_is_warned_of_once(
 ) -> None:
     groups = Groups([Group(gw.Encoder(4))])
     for last, warnings in ((filled + 30, 0), (filled + 100, 1)):
-        watch = ResidualMonitor()
+        watch = ResidualMonitor(lambda _numel: [groups.encoders[0].residual])
         for step in range(filled + 100):
             groups.encoders[0].residual[:] = 1.02 ** min(step, last)
             watch.add(StepResult(step=step, density=density), groups)

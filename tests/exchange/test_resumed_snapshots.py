@@ -31,6 +31,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "sharded, momentum": {"topology": "sharded", "outer_momentum": 0.5, "reduction": "mean"},
     "local steps": {"every": 2, "reduction": "mean", "moves": True},
     "residual": {"apply_residual": True, "reduction": "mean", "moves": True},
+    "difference": {
+        "apply_residual": True,
+        "keeps_residual": False,
+        "reduction": "mean",
+        "moves": True,
+    },
     "dense": {"codec": "dense", "reduction": "mean"},
 }
 

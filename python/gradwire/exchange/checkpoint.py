@@ -46,9 +46,10 @@ def state_of(replica: Replica, training: str, params: Any = None) -> dict[str, A
     residuals = [encoder["residual"] for encoder in encoders]
     # The others will not wait for this message after a restart, so its content has to be in the residual.
     replica.put_back_into(residuals)
-    if params is not None and replica.applies_residual and replica.shared:
+    now = replica.differing if params is None else views(params)
+    if now and replica.applies_residual and replica.shared:
         # As the next encode does; up to then rounding separates the residual from this difference.
-        arrays = list(map(on_host, views(params)))
+        arrays = list(map(on_host, now))
         parts = split_by_tensor(residuals, replica.groups.tensors, arrays)
         for part, param, shared in zip(parts, arrays, map(on_host, replica.shared), strict=True):
             moved = param - shared

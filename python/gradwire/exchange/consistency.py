@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from numpy.typing import NDArray
 
 from .. import clock
-from ..arrays import device_of, on_host, views
+from ..arrays import on_host, views
 from ..errors import Diverged
 from .groups import Groups
 from .membership import Membership
@@ -73,8 +73,9 @@ def start_of(groups: Groups, params: Any, state: Sequence[Any] = ()) -> tuple[st
     except TypeError:
         return "", ""
     residuals = [
-        encoder.state_dict()["residual"] if device_of(encoder.residual) >= 0 else encoder.residual
+        encoder.state_dict()["residual"] if encoder.device_number >= 0 else encoder.residual
         for encoder in groups.encoders
+        if encoder.has_residual
     ]
     has_residual = any(residual.any() for residual in residuals)
     return digest_of([*arrays, *state]), digest_of(residuals) if has_residual else ""

@@ -133,7 +133,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
         # Reentrant, because ``resync`` calls ``join``.
         self._use = threading.RLock()
         self._optimizer_state: NodeState = NO_STATE  # of the last step, for newcomers
-        self._meter = Meter(checked, groups)
+        self._meter = Meter(checked, groups, self._replica.residuals_on_host)
         self.listeners: list[Listener] = self._meter.listeners
         serve_snapshot(self)
 
@@ -189,11 +189,15 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
 
     def metrics_snapshot(self) -> dict[str, Any]:
         """Return the totals, the transport's counters and every peer's path, as JSON values; from any thread."""
-        return metrics_snapshot(self._node, self._groups.encoders, self.stats, self._meter.slowest)
+        return metrics_snapshot(self._node, self._replica, self.stats, self._meter.slowest)
 
     def shared(self, params: Any) -> list[NDArray[Any]]:
         """Return a copy of the parameters that all nodes share: without local steps, without the residual."""
         return copies(self._replica.shared or writable_views(params))
+
+    def difference_of(self, index: int) -> NDArray[Any]:
+        """Return the residual of one array of the parameters, where it is their difference to the shared ones."""
+        return self._replica.difference_of(index)
 
     def held(self, params: Any) -> list[bool]:
         """Return for each of ``params`` whether it is as the last step left it, rather than overwritten since."""
@@ -357,6 +361,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
             self._replica.copy_shared(params)
         elif self._replica.shared:
             self._replica.drop_shared()
+        self._replica.make_residual(params)
         result = self._step.take_step(update, params, self._optimizer_state)
         self._end_step(result, params)
         return result or finished or StepResult(step=self.next_step)
@@ -590,7 +595,9 @@ def hand_over(
     if update is not None:
         exchange._replica.add_local_step(update, params)
     result = exchange._local_step(params, finished, sends=True)
-    return exchange._finish_earlier(params) or result
+    result = exchange._finish_earlier(params) or result
+    exchange._replica.make_residual(params)  # for `take_over`
+    return result
 
 
 def take_over(exchange: Exchange, before: Exchange, added: Sequence[Any]) -> None:
@@ -656,6 +663,11 @@ def _make_parts(options: Options, groups: Groups, node: Node) -> _Parts:
     if not hasattr(node, "publish"):
         raise TypeError(f"node must be a Node, got {node!r}")
     _check_memory(options, groups, node)
+    if not groups.keeps_residuals and (not options.apply_residual or options.overlap):
+        raise ValueError(
+            "encoders that keep no residual are for parameters that contain it at the end of every step: give "
+            "apply_residual=True without overlap, or Encoder(keeps_residual=True)"
+        )
     total = PlainSum(groups)
     if options.outer_momentum:
         total = MomentumSum(groups, options.outer_momentum)

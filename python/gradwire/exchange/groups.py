@@ -229,7 +229,7 @@ class Groups:
     def residuals(self, arrays: Sequence[Any]) -> list[NDArray[Any]]:
         """Return the residual of each of the model's arrays: a writable view in the array's shape.
 
-        Residuals on a device are torch's tensors.
+        Residuals on a device are torch's tensors. Encoders that keep none get one, of zeros.
 
         Raises:
             ValueError: the arrays are not those of the groups, or a residual is on another device.
@@ -240,12 +240,12 @@ class Groups:
         if device >= 0 and shapes == self._on_device[0]:
             return self._on_device[1]
         for encoder in self.encoders:
-            residual = encoder.residual
-            if device_of(residual) != device:
+            if encoder.device_number != device:
                 raise ValueError(
                     f"the residual of group {encoder.key} is on {encoder.device}, the parameters are not: give the "
                     "encoder their device"
                 )
+        for residual in self.whole_residuals():
             if device >= 0:
                 residual = sys.modules["torch"].as_tensor(residual, device=f"cuda:{device}")
             residuals.append(residual)
@@ -253,6 +253,28 @@ class Groups:
         if device >= 0:
             self._on_device = shapes, parts
         return parts
+
+    def whole_residuals(self) -> list[Any]:
+        """Return the residual of every group; encoders that keep none get one, of zeros."""
+        for encoder in self.encoders:
+            encoder.make_residual()
+        return [encoder.residual for encoder in self.encoders]
+
+    @property
+    def has_residuals(self) -> bool:
+        """Whether there is memory for the residuals now."""
+        return any(encoder.has_residual for encoder in self.encoders)
+
+    @property
+    def keeps_residuals(self) -> bool:
+        """Whether there always is."""
+        return any(encoder.keeps_residual for encoder in self.encoders)
+
+    def drop_residuals(self) -> None:
+        """Free the residuals that are not kept."""
+        self._on_device = [], []
+        for encoder in self.encoders:
+            encoder.drop_residual()
 
     @property
     def largest_bytes(self) -> int:
@@ -329,6 +351,8 @@ class Groups:
         except BaseException:
             # The groups before the failed one have taken their messages out of their residuals.
             for index, (encoder, messages) in enumerate(zip(self.encoders, encoded, strict=False)):
+                if not encoder.has_residual:
+                    continue
                 with suppress(NonFiniteUpdate):  # a message that a device refused has taken nothing
                     if partitions is None:
                         apply(host_message(messages), encoder.residual)

@@ -15,16 +15,19 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .. import clock
-from ..arrays import device_of
 from ..transport import Peer
 from .groups import Groups
 from .options import Options
 from .results import ExchangeStats, StepResult
+
+if TYPE_CHECKING:
+    from .replica import Replica
 
 __all__ = [
     "Listener",
@@ -40,6 +43,7 @@ __all__ = [
 _LOG = logging.getLogger(__name__)
 
 Listener: TypeAlias = Callable[[StepResult, ExchangeStats], None]
+Residuals: TypeAlias = Callable[[int], Iterable[NDArray[Any]]]
 
 # The first steps wait for peers that still load; the share of gradwire is that of the steps that follow.
 _WARMUP_STEPS = 10
@@ -77,6 +81,7 @@ class Meter:
     Args:
         options: of the exchange; a warning proposes those that it does not have.
         groups: of the exchange.
+        residuals: ``SharedCopy.residuals_on_host``.
 
     Attributes:
         listeners: called after every step with its result and the totals.
@@ -85,14 +90,14 @@ class Meter:
         slowest: the peer whose message came last in the last step.
     """
 
-    def __init__(self, options: Options, groups: Groups) -> None:
+    def __init__(self, options: Options, groups: Groups, residuals: Residuals) -> None:
         self.listeners: list[Listener] = []
         self.step_s = 0.0
         self.compute_s = 0.0
         self.slowest: Peer | None = None
         self._options = options
         self._groups = groups
-        self._residual_monitor = ResidualMonitor()
+        self._residual_monitor = ResidualMonitor(residuals)
         self._returned_s: float | None = None
         self._results = 0
         self._warm: ExchangeStats  # after the first steps
@@ -152,7 +157,8 @@ class Meter:
 class ResidualMonitor:
     """Logs warnings, with the remedy: for messages that are not sparse, and for a residual that keeps growing."""
 
-    def __init__(self) -> None:
+    def __init__(self, residuals: Residuals) -> None:
+        self._residuals = residuals
         self._full_steps = 0
         self._grown_checks = 0
         self._steps = 0
@@ -176,15 +182,12 @@ class ResidualMonitor:
             )
         self._steps += 1
         if self._steps % _CHECK_STEPS == 0:
-            self._check_norm(result, groups)
+            self._check_norm(result)
 
-    def _check_norm(self, result: StepResult, groups: Groups) -> None:
+    def _check_norm(self, result: StepResult) -> None:
         square = 0.0
-        for encoder in groups.encoders:
-            # Reading a residual on a device would make the training wait.
-            if device_of(encoder.residual) < 0:
-                stride = max(1, encoder.numel // _CHECK_NUMEL)
-                square += float(np.square(encoder.residual[::stride].astype(np.float64)).sum())
+        for residual in self._residuals(_CHECK_NUMEL):
+            square += float(np.square(residual.astype(np.float64)).sum())
         norm = math.sqrt(square)
         # At first every residual grows, until elements are sent as often as they fill up. Only growth after that is a
         # sign.
@@ -241,25 +244,25 @@ def log_every(steps: int) -> Listener:
 
 
 def metrics_snapshot(
-    node: Any, encoders: Iterable[Any], stats: ExchangeStats, slowest: Peer | None
+    node: Any, replica: Replica, stats: ExchangeStats, slowest: Peer | None
 ) -> dict[str, Any]:
     """Return the figures of an exchange, as JSON values; may be called from any thread.
 
     Args:
         node: node of the exchange.
-        encoders: encoders whose residuals are measured, in one pass over their memory on the calling thread.
+        replica: of the exchange; residuals in host memory are measured in one pass on the calling thread.
         stats: totals of the exchange.
         slowest: the peer whose message came last in the last step, or None.
     """
     counters = node.stats()
-    # A residual on a device is left out: reading it would make the training wait.
-    residuals = [encoder.residual for encoder in encoders if encoder.device == "cpu"]
+    groups = replica.groups
+    residuals = replica.residuals_on_host(groups.numel)
     norm = float(np.sqrt(sum(float(np.dot(residual, residual)) for residual in residuals)))
     names: dict[int, str] = node.names
     return {
         "address": node.address,
         "rank": names.get(node.id, ""),
-        "step": next((int(encoder.step) for encoder in encoders), 0),
+        "step": int(groups.encoders[0].step),
         "script": Path(sys.argv[0]).name if sys.argv else "",
         "process": os.getpid(),
         "time_s": clock.now_s(),

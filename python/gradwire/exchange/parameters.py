@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ..agreement import sample_of, samples_of
+from ..agreement import sample_beside, sample_of
 from ..arrays import (
     Arrays,
     add,
@@ -196,7 +196,9 @@ class SharedCopy:
     With ``apply_residual`` the caller's parameters also hold this node's residual: the residual is their difference
     from ``shared``, brought up to date right before an encode. Between the encode and the end of the step they hold the
     encoded messages as well, in full. Encoding then does not modify the parameters, and applying messages changes only
-    the elements those messages contain.
+    the elements those messages contain. Where the encoders keep no residual, it is nothing but this difference from
+    the first encode on (``is_difference``). What needs a residual, as joining and leaving do, makes it until the end
+    of the next step.
 
     Attributes:
         groups: encoders and residuals.
@@ -214,6 +216,9 @@ class SharedCopy:
         self.written: Written | None = None
         self._applies_residual = applies_residual
         self._is_loaded = False  # from a checkpoint
+        # The caller's parameters, while the residual is nothing but a difference; empty: the encoders have it.
+        self._differing: Arrays = []
+        self._sample: Any = None  # of these parameters after the last step; None: not known
         # Fingerprint of the caller's parameters after the last call.
         self._left: list[bytes | int] = []
 
@@ -270,7 +275,7 @@ class SharedCopy:
 
         Elements that hold the residual already, but for rounding, stay as they are: training then resumes bit for bit.
         """
-        if not self._applies_residual or self.local_steps:
+        if not self._applies_residual or self.local_steps or not self.groups.has_residuals:
             return
         # A new copy of the parameters and a residual of zeros are what the parameters are.
         residuals = self.groups.residuals(self.shared)
@@ -288,6 +293,56 @@ class SharedCopy:
         """Whether the caller's parameters hold the residual."""
         return self._applies_residual
 
+    # ---- a residual that is nothing but a difference -----------------------------------------------------------------
+
+    @property
+    def is_difference(self) -> bool:
+        """Whether the residual is only what the caller's parameters differ from the shared ones by."""
+        return bool(self._differing)
+
+    @property
+    def differing(self) -> Arrays:
+        """The caller's parameters, where the residual is their difference to the shared ones; empty: it is not."""
+        return self._differing
+
+    def make_residual(self, params: Any) -> None:
+        """Let the encoders have the residual."""
+        if self.is_difference:
+            self._set_residual(params)
+        self.groups.whole_residuals()
+
+    def drop_residual(self, params: Any, *, samples: bool) -> None:
+        """Free the residuals of encoders that keep none, at the end of a step: the caller's parameters hold them.
+
+        Args:
+            params: the caller's, which no step has moved since.
+            samples: whether the next step's update will be sampled.
+        """
+        if self.groups.keeps_residuals or not self.shared or self.written is not None:
+            return
+        self._differing = writable_views(params)
+        self._sample = sample_beside(self._differing) if samples else None
+        self.groups.drop_residuals()
+
+    def difference_of(self, index: int) -> NDArray[Any]:
+        """Return the residual of one array, in host memory, where it is a difference."""
+        return on_host(self._differing[index] - self.shared[index])
+
+    def residuals_on_host(self, numel: int) -> Iterator[NDArray[Any]]:
+        """Yield about so many elements of every residual in host memory, or of every array's difference; flat.
+
+        Those on a device are left out: reading them would make the training wait. May be called from any thread.
+        """
+        differing = self._differing
+        if device_of(differing) >= 0:
+            return
+        for param, shared in zip(differing, self.shared, strict=False):
+            stride = max(1, param.size // numel)
+            yield param.reshape(-1)[::stride] - shared.reshape(-1)[::stride]
+        for encoder in self.groups.encoders if not differing else ():
+            if encoder.device_number < 0 and encoder.has_residual:
+                yield encoder.residual[:: max(1, encoder.numel // numel)]
+
     def held(self, params: Any) -> list[bool]:
         """Return for each array whether it is as the last step left it, but for rounding; always after local steps."""
         arrays = writable_views(params)
@@ -295,6 +350,10 @@ class SharedCopy:
             return [True] * len(arrays)
         if not self._applies_residual:
             return list(map(np.array_equal, map(on_host, arrays), map(on_host, self.shared)))
+        if self.is_difference:
+            if not self._left or self._is_sampled_as(arrays):
+                return [True] * len(arrays)
+            return [now == left for now, left in zip(_fingerprint(params), self._left, strict=True)]
         # Where a large quantum was added and taken away again, rounding is relative to the quantum; where the residual
         # is larger than the shared parameters, relative to the residual.
         quantum = max((encoder.threshold for encoder in self.groups.encoders), default=0.0)
@@ -305,6 +364,12 @@ class SharedCopy:
             difference_max = float(np.abs(param - shared - residual).max(initial=0.0))
             held.append(difference_max <= _STEP_ROUNDING * largest)  # NaN is a difference
         return held
+
+    def _is_sampled_as(self, arrays: Arrays) -> bool:
+        """Return whether parameters on a device, of which a fingerprint counts changes, are as after the last step."""
+        if device_of(arrays) < 0 or self._sample is None:
+            return False
+        return bool((sample_beside(arrays) == self._sample).all())
 
     # ---- values that the caller writes -------------------------------------------------------------------------------
 
@@ -404,28 +469,31 @@ class SharedCopy:
             delta = difference(targets, self.shared)
             return (delta if weight == 1.0 else scaled(delta, weight)), None
         self._weigh_movement(params, weight)
-        residuals = self.groups.residuals(self.shared)  # refuses residuals elsewhere
+        if not self.groups.has_residuals:
+            self._differing = targets
+        self._sample = None
         if device_of(targets) < 0:
             return targets, self.shared
+        residuals = self.groups.residuals(self.shared)  # refuses residuals elsewhere
         put_difference(residuals, targets, self.shared)
         return None, None
 
-    def sample(self, update: Any, params: Any) -> NDArray[np.float64]:
-        """Return a sample of this node's update of the next step, before it is encoded.
+    def samples(self, update: Any, params: Any) -> list[NDArray[np.float64]]:
+        """Return a sample of this node's update of the next step, before it is encoded; nothing if it is not known.
 
         Args:
             update: None: what the caller's parameters have moved by.
             params: the caller's.
         """
         if update is not None:
-            return sample_of(views(update))
-        listed = [writable_views(params), self.shared]
-        if self._applies_residual:
-            listed.append(self.groups.residuals(self.shared))
-        sample, *parts = samples_of(*listed)
-        for part in parts:
-            sample -= part
-        return sample
+            return [sample_of(views(update))]
+        sample = sample_beside(writable_views(params))
+        if self.is_difference:
+            return [] if self._sample is None else [on_host(sample - self._sample)]
+        sample = sample - sample_beside(self.shared)
+        if self._applies_residual and self.groups.has_residuals:
+            sample = sample - sample_beside(self.groups.residuals(self.shared))
+        return [on_host(sample)]
 
     def reject(self, params: Any) -> None:
         """Remove an update that is not finite from the caller's parameters; the residual holds the finite part."""
@@ -442,8 +510,11 @@ class SharedCopy:
         The caller's parameters are replaced after that.
         """
         if self._applies_residual:
-            self._weigh_movement(params, weight)
-            self._set_residual(params)
+            arrays = zip(writable_views(params), self.shared, strict=True)
+            # A newcomer that has not trained yet needs no memory for that.
+            if self.groups.has_residuals or not all(_is_equal(*pair) for pair in arrays):
+                self._weigh_movement(params, weight)
+                self._set_residual(params)
             return
         for param, shared, residual in self._parts(params):
             moved = param - shared
@@ -456,6 +527,13 @@ class SharedCopy:
         """Multiply the movement of the caller's parameters since the last exchange, which also hold the residual."""
         if weight == 1.0:
             return
+        if self.is_difference:
+            # What the last step has left is not known apart from the movement.
+            targets = writable_views(params)
+            moved = scaled(difference(targets, self.shared), weight)
+            put(targets, self.shared)
+            add(targets, moved)
+            return
         for param, shared, residual in self._parts(params):
             before = shared + residual
             param -= before
@@ -463,6 +541,7 @@ class SharedCopy:
             param += before
 
     def _set_residual(self, params: Any) -> None:
+        self._differing = []
         for param, shared, residual in self._parts(params):
             moved = param - shared
             np.copyto(residual, moved, where=np.isfinite(moved), casting="same_kind")
@@ -470,7 +549,9 @@ class SharedCopy:
     def write_params(self, params: Any) -> None:
         """Set the caller's parameters to the shared ones, plus the residual with ``apply_residual``."""
         targets = writable_views(params)
-        if not self._applies_residual:
+        if self.is_difference:
+            self._set_residual(params)
+        if not self._applies_residual or not self.groups.has_residuals:
             put(targets, self.shared)
             return
         residuals = self.groups.residuals(self.shared)
@@ -518,6 +599,8 @@ class SharedCopy:
     def import_state(self, arrays: Arrays, params: Any) -> None:
         """Replace the shared parameters and the caller's by another replica's."""
         self.forget()
+        if self.is_difference:
+            self._set_residual(params)
         target = self.shared or writable_views(params)
         if isinstance(self.total, MomentumSum):
             self.total.ensure_velocity(target)
@@ -526,6 +609,12 @@ class SharedCopy:
             put(target, arrays)
         if self.shared:
             self.write_params(params)
+
+
+def _is_equal(one_array: Any, other: Any) -> bool:
+    if isinstance(one_array, np.ndarray) and isinstance(other, np.ndarray):
+        return np.array_equal(one_array, other)
+    return bool((one_array == other).all())
 
 
 def _fingerprint(params: Any) -> list[bytes | int]:

@@ -249,7 +249,8 @@ class Replica(SharedCopy):
 
     def put_back(self, update: StepUpdate, factor: float = 1.0) -> None:
         """Add one of this node's updates, times a factor, to the residuals."""
-        self._add_update_to([encoder.residual for encoder in self.groups.encoders], update, factor)
+        if not self.is_difference:  # otherwise the caller's parameters hold it
+            self._add_update_to(self.groups.whole_residuals(), update, factor)
 
     def _add_update_to(self, residuals: Sequence[Any], update: StepUpdate, factor: float) -> None:
         if update.sharded is None:
@@ -276,7 +277,7 @@ class Replica(SharedCopy):
         encoders = self.groups.encoders
         self.share_written(params)
         if self.shared and all(
-            device_of(encoder.residual) == device_of(self.shared) for encoder in encoders
+            encoder.device_number == device_of(self.shared) for encoder in encoders
         ):
             super().absorb_local_changes(params, weight)
             if self._applies_residual and self.pending is not None:
@@ -474,8 +475,8 @@ class Replica(SharedCopy):
 
     def _put_part_back(self, part: PartUpdate, factor: float) -> None:
         """Add a part to the residual, and later to the caller's parameters if these contain the residual."""
-        residuals = [encoder.residual for encoder in self.groups.encoders]
-        self._division.add_to_residuals(part, residuals, factor)
+        if not self.is_difference:
+            self._division.add_to_residuals(part, self.groups.whole_residuals(), factor)
         # The caller's parameters are not at hand here. Until the part is added to them, they lack what the residual
         # has.
         if self._applies_residual:
@@ -503,6 +504,13 @@ class Replica(SharedCopy):
     def _set_residual(self, params: Any) -> None:
         self.add_late_parts(params)
         super()._set_residual(params)
+
+    def make_residual(self, params: Any) -> None:
+        """Let the encoders have the residual, without the messages of an unfinished step."""
+        was_difference = self.is_difference
+        super().make_residual(params)
+        if was_difference and self.pending is not None:
+            self.put_back(self.pending, -1.0)
 
     def held(self, params: Any) -> list[bool]:
         """Return for each array whether it is as the last step left it; always in an unfinished step."""

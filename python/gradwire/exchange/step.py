@@ -82,6 +82,8 @@ class Step:
         begin_s = clock.now_s()
         # Before the weight, which makes a machine's update count as its workers do: a sketch counts the workers itself.
         weight = self._membership.weight
+        if has_moved and replica.is_difference:
+            weight = 1.0  # a node with workers of its own has come in this step: it counts from the next one on
         if replica.agreement.is_on or replica.agreement.limits_norms:
             weight *= self._compare(update, params)
         before = None
@@ -105,7 +107,15 @@ class Step:
             pending.add_wait(clock.now_s() - begin_s)
             return None
         again = partial(replica.encode, None, codec)
-        return self._finish_or_repeat(pending, again, params, optimizer_state)
+        result = self._finish_or_repeat(pending, again, params, optimizer_state)
+        if self._membership.weight != 1.0:
+            replica.make_residual(
+                params
+            )  # tells what the next step has moved, which is to be weighed
+        elif has_moved:
+            samples = replica.agreement.is_on or replica.agreement.limits_norms
+            replica.drop_residual(params, samples=samples)
+        return result
 
     def _compare(self, update: Any, params: Any) -> float:
         """Let the note of this step's update say how it is to be compared with the others', where that is measured.
@@ -118,7 +128,7 @@ class Step:
         knows_update = update is not None or replica.shared
         if knows_update and agreement.is_due():
             replica.add_late_parts(params)
-            agreement.measure(replica.step, [replica.sample(update, params)])
+            agreement.measure(replica.step, replica.samples(update, params))
         own = agreement.take_own()
         if own is None:
             return 1.0
@@ -179,6 +189,7 @@ class Step:
         replica = self._replica
         self._wait_for_room(params, optimizer_state)
         # What the last local steps have moved is part of the last update.
+        replica.make_residual(params)
         if replica.local_steps:
             replica.absorb_local_changes(params, self._membership.weight)
         begin_s = clock.now_s()

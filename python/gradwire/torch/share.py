@@ -118,6 +118,7 @@ def share(
     maker = TrainingMaker(
         density,
         is_adaptive=judgement.is_adaptive,
+        moves=True,
         node=node,
         team=team,
         shakeup=shakeup,
