@@ -319,6 +319,8 @@ class Encoder:
         Raises:
             MemoryError: it does not fit.
         """
+        if self._residual is not None:
+            return
         try:
             self._residual = self._core.keep_residual()
         except MemoryError:
@@ -453,10 +455,9 @@ class Encoder:
             except BaseException:
                 # An error of the policy must not lose the update: put the messages back into the residual.
                 owners = [None] if partition is None else list(partition)
-                for part, message in zip(
-                    owners, messages if self.has_residual else (), strict=False
-                ):
-                    apply(message, self._residual, part=part)
+                for part, message in zip(owners, messages, strict=True):
+                    if self._residual is not None:
+                        apply(message, self._residual, part=part)
                 raise
         if self.clip is not None and self.clip.is_due(step):
             count, removed = self._core.clip(self.clip.limit * rounded)

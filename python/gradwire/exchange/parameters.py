@@ -510,11 +510,14 @@ class SharedCopy:
         The caller's parameters are replaced after that.
         """
         if self._applies_residual:
-            arrays = zip(writable_views(params), self.shared, strict=True)
             # A newcomer that has not trained yet needs no memory for that.
-            if self.groups.has_residuals or not all(_is_equal(*pair) for pair in arrays):
-                self._weigh_movement(params, weight)
-                self._set_residual(params)
+            if not self.groups.has_residuals and not self.is_difference:
+                pairs = zip(writable_views(params), self.shared, strict=True)
+                if all(_is_equal(*pair) for pair in pairs):
+                    return
+            # The last step has left a difference, which is not known apart from the movement.
+            self._weigh_movement(params, 1.0 if self.is_difference else weight)
+            self._set_residual(params)
             return
         for param, shared, residual in self._parts(params):
             moved = param - shared
@@ -528,7 +531,7 @@ class SharedCopy:
         if weight == 1.0:
             return
         if self.is_difference:
-            # What the last step has left is not known apart from the movement.
+            # What the last step has left is not known apart from the movement, and is shortened with it.
             targets = writable_views(params)
             moved = scaled(difference(targets, self.shared), weight)
             put(targets, self.shared)

@@ -109,9 +109,8 @@ class Step:
         again = partial(replica.encode, None, codec)
         result = self._finish_or_repeat(pending, again, params, optimizer_state)
         if self._membership.weight != 1.0:
-            replica.make_residual(
-                params
-            )  # tells what the next step has moved, which is to be weighed
+            # It tells apart what the next step will move, which is to be weighed.
+            replica.make_residual(params)
         elif has_moved:
             samples = replica.agreement.is_on or replica.agreement.limits_norms
             replica.drop_residual(params, samples=samples)
