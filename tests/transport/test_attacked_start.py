@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -15,6 +17,7 @@ from gradwire.transport.wire import INIT
 
 SECRET = bytes(range(32))
 FORGED = [bytes([INIT + 0x10]) + bytes(15), bytes([INIT + 0x10]) + bytes(255), bytes([INIT]) * 256]
+COMPLETE = [FORGED[1], bytes([INIT]) + bytes(255)]  # of another version, of another secret
 
 
 @pytest.fixture(autouse=True)
@@ -34,45 +37,59 @@ def outsider() -> Iterator[socket.socket]:
         yield sender
 
 
-@pytest.mark.parametrize("datagram", FORGED)
+@contextmanager
+def disturbing(outsider: socket.socket, datagram: bytes, node: gw.Node) -> Iterator[None]:
+    """Send a node the same datagram again and again."""
+    is_over = threading.Event()
+
+    def disturb() -> None:
+        while not is_over.wait(0.02):
+            outsider.sendto(datagram, target_of(node))
+
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("datagram", [*FORGED, COMPLETE[1]])
 def test_an_opening_from_elsewhere_does_not_end_the_wait_for_a_late_peer(
     outsider: socket.socket, datagram: bytes
 ) -> None:
     with gw.Node("127.0.0.1:0", secret=SECRET) as node:
-        is_over = threading.Event()
-
-        def disturb() -> None:
-            while not is_over.wait(0.02):
-                outsider.sendto(datagram, target_of(node))
-
         late: list[gw.Node] = []
         start = threading.Timer(
             0.6, lambda: late.append(gw.Node("127.0.0.1:0", [node.address], secret=SECRET))
         )
-        thread = threading.Thread(target=disturb)
-        thread.start()
         start.start()
         try:
-            [peer] = node.wait_for_peers(1, timeout_s=30.0)
+            with disturbing(outsider, datagram, node):
+                [peer] = node.wait_for_peers(1, timeout_s=30.0)
         finally:
-            is_over.set()
-            thread.join()
             start.join()
         assert peer == late[0].peer
         late[0].close()
 
 
-@pytest.mark.parametrize(("datagram", "ends_early"), [(FORGED[0], False), (FORGED[2], True)])
+@pytest.mark.parametrize("datagram", [FORGED[0], FORGED[2], *COMPLETE])
 def test_only_a_complete_opening_of_a_seed_ends_the_wait(
-    outsider: socket.socket, datagram: bytes, ends_early: bool
+    outsider: socket.socket, datagram: bytes
 ) -> None:
     host, port = outsider.getsockname()
-    with gw.Node("127.0.0.1:0", [f"{host}:{port}"], secret=SECRET) as node:
-        for _ in range(3):
-            outsider.sendto(datagram, target_of(node))
+    timeout_s = 60.0 if datagram in COMPLETE else 2.0
+    with (
+        gw.Node("127.0.0.1:0", [f"{host}:{port}"], secret=SECRET) as node,
+        disturbing(outsider, datagram, node),
+    ):
+        started_s = time.monotonic()
         with pytest.raises(TimeoutError, match="INIT datagrams were not answered") as caught:
-            node.wait_for_peers(1, timeout_s=60.0 if ends_early else 0.5)
-        assert f"no answer from {host}:{port}" in str(caught.value)
+            node.wait_for_peers(1, timeout_s)
+        waited_s = time.monotonic() - started_s
+    assert (waited_s < timeout_s) == (datagram in COMPLETE)
+    assert f"no answer from {host}:{port}" in str(caught.value)
 
 
 def test_a_failure_of_the_io_thread_closes_the_node_with_its_cause(
