@@ -822,9 +822,9 @@ def test_a_worker_with_a_mistake_ends_nothing(
     host = cluster.host(path=tmp_path / "checkpoint", save_every=1)
     worker = cluster.worker(host, in_flight=0)
     wrong = cluster.node(host.node.address)
-    wrong.wait_for_peers(1, timeout_s=20.0)
+    wrong.wait_for_peers(2, timeout_s=20.0)  # of which the other worker is one
     for kind, payload in messages:
-        wrong.publish(payload, tag=kind)  # to the other worker, too
+        wrong.publish(payload, tag=kind)
     assert wrong.drain(20.0)
     cluster.run(host, lambda: worker.send(np.ones(NUMEL, np.float32)))
     reach(host, 1)

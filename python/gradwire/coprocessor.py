@@ -695,8 +695,9 @@ class Worker(AbstractContextManager["Worker"]):
         return self.version
 
     def _take(self, peer: Peer, kind: int, payload: memoryview) -> None:
-        # Other workers are peers, too, with messages for the host.
-        if kind not in (_Kind.WELCOME, _Kind.STATUS, _Kind.END):
+        # Other workers are peers, too: with messages for the host, or with a mistake.
+        is_host = self._host in (None, peer) or self._host not in self.node.peers
+        if kind not in (_Kind.WELCOME, _Kind.STATUS, _Kind.END) or not is_host:
             return
         if kind == _Kind.END:
             is_host = self._host in (None, peer) or self._host not in self.node.peers
