@@ -160,6 +160,28 @@ def test_what_a_worker_puts_in_is_applied_or_kept_or_in_its_residual(
     assert np.abs(worker.encoder.residual).max() > 0.0
 
 
+def test_a_host_that_joins_while_a_worker_greets_is_greeted_once(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = cluster.host(name="model")
+    node = cluster.node(host.node.address)
+    node.wait_for_peers(1, timeout_s=20.0)
+    events, receive = node.events, node.receive
+    messages: list[Any] = []
+
+    def received(timeout_s: float = 0.0) -> list[Any]:
+        messages[:] = receive(timeout_s)
+        return [*messages]
+
+    # The event comes with the answer: when the worker looked for events, the host had not joined.
+    monkeypatch.setattr(node, "receive", received)
+    monkeypatch.setattr(node, "events", lambda: events() if messages else [])
+    worker = cluster.run(host, lambda: Worker(node, name="model", threshold=1.0, in_flight=9))
+    worker.send(np.ones(NUMEL, np.float32))
+    reach(host, 1)  # though the worker does nothing more
+    worker.close()
+
+
 def test_the_last_dense_gradient_of_a_worker_leaves_nothing_behind(cluster: Cluster) -> None:
     host = cluster.host()
     worker = cluster.worker(host)

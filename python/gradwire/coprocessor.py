@@ -661,11 +661,7 @@ class Worker(AbstractContextManager["Worker"]):
 
     def refresh(self, timeout_s: float = 0.0) -> int:
         """Take what the host has sent, wait up to ``timeout_s`` for some of it, and return the version."""
-        for event in self.node.events():
-            if isinstance(event, PeerJoined):
-                self._ask_at_s = 0.0
-                if event.peer == self._host:
-                    self._host = None  # which may not have got everything
+        self._note_joined()
         if time.monotonic() >= self._ask_at_s:
             self._ask_at_s = time.monotonic() + _RETRY_S
             if not (self._host and _publish(self.node, self._host, _Kind.ASK, (self._run,))):
@@ -674,7 +670,9 @@ class Worker(AbstractContextManager["Worker"]):
                 slice_bytes = slice_bytes_of(self.node, _WHO)
                 numbers = (self._run, self.version, self._saved, self.name is None, slice_bytes)
                 _publish(self.node, None, _Kind.HELLO, numbers)
-        for peer, tag, received in self.node.receive(timeout_s):
+        messages = self.node.receive(timeout_s)
+        self._note_joined()  # before a welcome over this connection is taken
+        for peer, tag, received in messages:
             kind, payload = tag, received
             try:
                 if kind == _Kind.SLICE:
@@ -694,14 +692,20 @@ class Worker(AbstractContextManager["Worker"]):
             self.is_finished = self.is_finished or self._model.is_finished
         return self.version
 
+    def _note_joined(self) -> None:
+        for event in self.node.events():
+            if isinstance(event, PeerJoined):
+                self._ask_at_s = 0.0
+                if event.peer == self._host:
+                    self._host = None  # which may not have got everything
+
     def _take(self, peer: Peer, kind: int, payload: memoryview) -> None:
         # Other workers are peers, too: with messages for the host, or with a mistake.
         is_host = self._host in (None, peer) or self._host not in self.node.peers
         if kind not in (_Kind.WELCOME, _Kind.STATUS, _Kind.END) or not is_host:
             return
         if kind == _Kind.END:
-            is_host = self._host in (None, peer) or self._host not in self.node.peers
-            self.is_finished = self.is_finished or is_host
+            self.is_finished = True
             return
         run, version, *status = _HEADER.unpack_from(payload)
         body = payload[_HEADER.size :]
