@@ -14,6 +14,7 @@ from gradwire.errors import Mismatch
 from gradwire.exchange.membership import STEPS_AHEAD_MAX, UpdateStream
 from gradwire.exchange.owner import Division
 from gradwire.exchange.protocol import (
+    MESSAGE_MAGIC,
     TAG_NUMBERS,
     Hello,
     Kind,
@@ -253,6 +254,12 @@ def not_finite(_: bytes) -> list[bytes]:
     return [reference.encode_dense(np.full(NUMEL, np.nan, np.float32))]
 
 
+def of_the_other_way(payload: bytes) -> list[bytes]:
+    if payload[:4] == MESSAGE_MAGIC:
+        return [PartUpdate([], NodeRun(3, 1), 0, 1, 0).pack() + payload]
+    return [bytes(gw.Encoder(NUMEL, THRESHOLD).encode(np.ones(NUMEL, np.float32)))]
+
+
 WAYS: dict[str, dict[str, Any]] = {
     "mesh": {},
     "sharded": {"topology": "sharded"},
@@ -275,7 +282,7 @@ def lie_from(node: FakeNode, step: int, lie: Any) -> None:
 
 @pytest.mark.parametrize("seed", seeds(3))
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("lie", [of_another_size, damaged, doubled, not_finite])
+@pytest.mark.parametrize("lie", [of_another_size, damaged, doubled, not_finite, of_the_other_way])
 def test_the_others_go_on_without_a_member_whose_updates_cannot_be_used(
     lie: Any, way: str, seed: int
 ) -> None:
@@ -294,6 +301,26 @@ def test_the_others_go_on_without_a_member_whose_updates_cannot_be_used(
             assert_identical(honest)
         with pytest.raises(TimeoutError):
             world.run()
+
+
+@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("lie", [damaged, of_the_other_way])
+def test_a_newcomer_goes_by_the_others_where_a_member_s_updates_cannot_be_used(
+    lie: Any, way: str, seed: int
+) -> None:
+    with cluster(seed) as world:
+        honest = [Trainer(world, node_id, 40, min_peers=2, **WAYS[way]) for node_id in (1, 2)]
+        liar = Trainer(world, 3, 40, min_peers=2, timeout_s=1_000.0, **WAYS[way])
+        world.run(until=lambda: len(honest[0].results) > 3)
+        honest.append(Trainer(world, 4, 40, **WAYS[way]))
+        lie_from(liar.node, liar.share.next_step + world.random.randint(0, 4), lie)
+        if way == "async":  # which has no common step that all could finish
+            world.run(until=lambda: honest[2].joined is not None)
+            return
+        world.run(until=lambda: all(trainer.worker.is_done for trainer in honest))
+        assert not liar.worker.is_done
+    assert_identical(honest)
 
 
 def test_updates_far_ahead_are_refused(caplog: pytest.LogCaptureFixture) -> None:
@@ -347,3 +374,24 @@ def test_a_part_for_another_number_of_owners_ends_nobody(caplog: pytest.LogCaptu
         world.run()
     assert_identical(trainers)
     assert "node with id 20 sent part 0 of 2, this node owns part 0 of 3" in caplog.text
+
+
+def test_parts_for_later_steps_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    with cluster(1) as world:
+        trainers = [
+            Trainer(world, node_id, 20, min_peers=2, topology="sharded", timeout_s=60.0)
+            for node_id in (10, 20, 30)
+        ]
+        owner, sender, _ = trainers
+        world.run(until=lambda: len(owner.results) > 3)
+        messages = [
+            gw.Encoder(part.numel, THRESHOLD).encode(np.zeros(part.numel, np.float32))
+            for _, part in Division(sender.share._groups).part(3, 0)
+        ]
+        for step in range(1_000, 1_100):
+            part = PartUpdate(messages, run_of(sender.node.peer), step, 3, 0)
+            sender.node.publish(part.pack(), tag=tag_of(Kind.PART, step), to=owner.node.peer)
+        world.run(until=lambda: all(trainer.worker.is_done for trainer in (owner, trainers[2])))
+        assert not sender.worker.is_done
+    assert_identical([owner, trainers[2]])
+    assert "parts wait for results of later steps" in caplog.text

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from .. import clock
 from ..errors import Mismatch, PeerLost
@@ -163,12 +163,40 @@ class Departure:
     def _exclude(self, run: NodeRun, error: str) -> bool:
         """Go on without a member whose bytes cannot be used, until it is started again; return whether that is so."""
         membership = self._membership
-        # Of two nodes nobody knows which is wrong, so both shall see the error.
-        if membership.phase not in (Phase.IN, Phase.READY) or not set(membership.peers) - {run}:
+        # Of two members nobody knows which is wrong, so both shall see the error. To a node that joins, the others'
+        # word counts; without others it sees the error as well.
+        is_member = membership.phase in (Phase.IN, Phase.READY)
+        if membership.phase is Phase.NEW or (is_member and not set(membership.peers) - {run}):
             return False
         self._introductions.exclude(run, error)
         if run in membership.peers:
             self.suspect([run], "is excluded until it is started again")
+        return True
+
+    def refuse(self, unfit: Sequence[NodeRun], step: int) -> bool:
+        """Go on without members whose results of a step do not fit the owners that this node counts.
+
+        If these are more than the others, this node joins again, and if they are as many and have the lowest id.
+
+        Returns:
+            Whether this node goes on.
+        """
+        # All members finish a step with the same results, so those that count the same owners refuse the same ones
+        # without another message. Nobody applies them: with their senders they go back into residuals.
+        membership = self._membership
+        fitting = {membership.run, *(run for run, _ in membership.updates_of(step))} - set(unfit)
+        names = self._introductions.describe(unfit)
+        why = f"step {step}: the result of {names} is for other owners than this node counts"
+        is_outvoted = (-len(unfit), min(unfit)) < (-len(fitting), min(fitting))
+        if is_outvoted or membership.phase is not Phase.IN:
+            self.rejoin(why)
+            return False
+        _LOG.warning("%s: the others go on without it", why)
+        for run in unfit:
+            membership.refuse_from(run, step)
+        # Their senders join again when they hear of it. Whoever still agrees on the last updates of one takes the new
+        # number.
+        self.report()
         return True
 
     def rejoin(self, why: str) -> None:
@@ -529,6 +557,18 @@ class Trainings:
             and not any(hello.members for hello in waiting)
             and not introductions.compatible(Phase.READY)
             and introductions.hellos.keys() >= connected
+        )
+
+    def has_only_misfits(self) -> bool:
+        """Return whether there is a training here, but none that this node could join."""
+        introductions = self._introductions
+        connected = set(map(introductions.register, self._router.node.peers))
+        return (
+            not introductions.compatible()
+            and any(
+                introductions.hellos[run].phase is Phase.IN for run in introductions.incompatible
+            )
+            and introductions.hellos.keys() >= connected  # the word of every connected node counts
         )
 
     def begin_to_join(self) -> None:

@@ -17,6 +17,7 @@ from .departure import Departure, Trainings, deliver
 from .membership import Membership, Router
 from .notes import Notes
 from .options import Options
+from .owner import can_be_of_same_owners
 from .protocol import Hello, Kind, NodeRun, Phase
 from .replica import Replica, add_to_exported
 from .results import Pace
@@ -303,10 +304,7 @@ class Join:
         pace = Pace()
         while membership.phase is not membership.destination:
             if membership.phase is Phase.JOINING:
-                if not introductions.compatible() and any(
-                    introductions.hellos[run].phase is Phase.IN
-                    for run in introductions.incompatible
-                ):
+                if self._trainings.has_only_misfits():
                     raise Mismatch(introductions.describe_incompatible())
                 if self._trainings.has_to_begin():
                     self._recipient.cancel()
@@ -314,7 +312,7 @@ class Join:
                     return
                 self._join_with_snapshot(params, optimizer_state)
             self.poll(clock.POLL_S)
-            while self._options.is_sync and _is_ready_for(membership, self._replica.step):
+            while self._options.is_sync and _can_follow(self):
                 self._follow_step(params)
             if self._options.role == "observer" and not introductions.compatible(Phase.IN):
                 return  # nobody is left to follow, which is no error of an observer
@@ -349,7 +347,7 @@ class Join:
             if membership.phase is not Phase.READY and has_members:
                 self.ensure_member(params, optimizer_state)
             self.poll(max(0.0, min(clock.POLL_S, deadline_s - clock.now_s())))
-            while self._options.is_sync and _is_ready_for(membership, self._replica.step):
+            while self._options.is_sync and _can_follow(self):
                 self._follow_step(params)
                 count += 1
             if not self._options.is_sync and membership.phase is Phase.READY:
@@ -586,8 +584,17 @@ def _is_brought_up(
         if is_lost:
             recipient.forget()
         return False
-    for step in sorted(updates):
-        payloads = [messages for _, messages in sorted(updates[step], key=itemgetter(0))]
+    steps = [
+        [messages for _, messages in sorted(updates[step], key=itemgetter(0))]
+        for step in sorted(updates)
+    ]
+    # Members refuse results for other owners than they count, and this node did not count them yet.
+    if after.is_sharded and not all(map(can_be_of_same_owners, steps)):
+        _LOG.info("not all results are for the same owners: everything travels again")
+        recipient.cancel()
+        recipient.forget()
+        return False
+    for payloads in steps:
         nodes = len(payloads) if options.is_sync else len(after.positions)
         exported = after.arrays[: after.params]
         add_to_exported(replica, payloads, exported, nodes=nodes, is_sharded=after.is_sharded)
@@ -631,9 +638,15 @@ def _check_kept_updates(membership: Membership, recipient: Recipient) -> None:
         )
 
 
-def _is_ready_for(membership: Membership, step: int) -> bool:
-    """Return whether this node, not a member yet, can follow the members through ``step``."""
+def _can_follow(join: Join) -> bool:
+    """Return whether this node, not a member yet, can follow the members through the next step."""
+    membership = join._membership
+    step = join._replica.step
+    sharding = join._replica.sharding
     if membership.phase is not Phase.READY or not membership.members or membership.missing(step):
+        return False
+    unfit = [] if sharding is None else sharding.unfit(membership.updates_of(step))
+    if unfit and not join._departure.refuse(unfit, step):
         return False
     notes = [stream.notes.get(step) for stream in membership.members.values()]
     if not all(note is not None and membership.run in note.admits for note in notes):

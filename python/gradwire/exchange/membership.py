@@ -26,6 +26,7 @@ from .protocol import (
     Kind,
     NodeRun,
     Note,
+    PartUpdate,
     Phase,
     run_of,
     tag_of,
@@ -388,6 +389,13 @@ class Membership:
             stream.set_provisional(False)
             self.departing[run] = stream.next_missing
 
+    def refuse_from(self, run: NodeRun, step: int) -> None:
+        """Note that nobody applies a member's update of ``step`` or a later one, and that it is a member no more."""
+        self.members[run].cut_at(step)
+        self.departing[run] = step
+        self.finals[run] = step
+        self.reported.add(run)
+
     def remove_member(self, run: NodeRun) -> None:
         """Remove a departed member, for the next step's result too."""
         # The stream stays for a while: another member may still lack updates that this node can relay. No member gets
@@ -578,6 +586,14 @@ class Membership:
             "begin with the same checkpoint on all nodes"
         )
 
+    def updates_of(self, step: int) -> Updates:
+        """Return the other members' updates of a step, which `take_updates` still has."""
+        return [
+            (run, stream.messages_of(step))
+            for run, stream in self.members.items()
+            if step in stream
+        ]
+
     def take_updates(self, last: float = math.inf) -> Updates:
         """Return and forget the updates that have arrived, every member's in order, up to step ``last``."""
         updates: Updates = []
@@ -684,6 +700,11 @@ class Router:
     def slices(self) -> int:
         """Number of slices sent and received so far: who waits for a large message sees that it goes on."""
         return self._slicer.slices + self._assembler.slices
+
+    def greet(self) -> None:
+        """Introduce this node to nodes that have come since the last `receive`, before an update or its note."""
+        if self.node.peers != self._peers:
+            self._greet(self.node.peers)
 
     def introduce(self, receiver: NodeRun | None = None) -> None:
         """Send this node's introduction to all peers or to one."""
@@ -868,7 +889,9 @@ class Router:
             is_member = is_member and sender not in membership.broken
             if is_member and stream.waiting >= membership.waits:
                 raise MessageError(f"{stream.waiting} updates are ahead of this node")
-            stream.add_update(self.parse(sender, step, payload), payload)
+            messages = self.parse(sender, step, payload)
+            self._check_way(sender, step, messages)
+            stream.add_update(messages, payload)
             # A newcomer needs all of them for its snapshot, within the bound of `Join`.
             is_bounded = sender not in membership.members and membership.phase is not Phase.JOINING
             if is_bounded and stream.waiting > STEPS_AHEAD_MAX:
@@ -888,6 +911,20 @@ class Router:
             # between is lost: one of them joins again.
             _LOG.warning("%s", membership.wrong_step(sender, step))
             membership.mark_broken(sender)
+
+    def _check_way(self, sender: NodeRun, step: int, messages: list[Message]) -> None:
+        """Raise `MessageError` for a whole update in the sharded exchange, and for an owner's result in the mesh."""
+        membership = self._membership
+        is_sharded = membership.is_sharded
+        # A node that joins goes on in the way of the members, which they have told it.
+        if membership.phase not in (Phase.IN, Phase.READY):
+            hello = self._introductions.hellos.get(sender)
+            is_sharded = None if hello is None else hello.is_sharded
+        if is_sharded is not None and is_sharded != isinstance(messages, PartUpdate):
+            raise MessageError(
+                f"step {step} from {self._introductions.name_of(sender)} is "
+                + ("no result of an owner" if is_sharded else "an owner's result in a mesh")
+            )
 
     def _add_note(self, sender: NodeRun, step: int, payload: memoryview) -> None:
         stream = self._membership.stream_of(sender)

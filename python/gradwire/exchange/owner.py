@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..codec import Encoder
-from ..errors import GradwireError
+from ..errors import GradwireError, MessageError
 from ..message import Message, apply, apply_many, dense_message
 from ..partition import Part, Partition
 from ..policy import owners_policy
@@ -31,10 +31,14 @@ __all__ = [
     "ShardedUpdate",
     "Sharding",
     "add_owner_state",
+    "can_be_of_same_owners",
     "part_of_state",
 ]
 
 _LOG = logging.getLogger(__name__)
+
+# Parts of one node that wait: it sends the next one only when it has this owner's result of the step before.
+_PARTS_MAX = 16
 
 # By owner and sender: number of the sender's first part that the owner has not accepted.
 Accepted = dict[NodeRun, dict[NodeRun, int]]
@@ -328,8 +332,15 @@ class Sharding:
     # ---- this node's results -----------------------------------------------------------------------------------------
 
     def add_part(self, part: PartUpdate) -> None:
-        """Keep a part that a node has sent to this owner."""
-        self._arrived.setdefault(part.sender, {})[part.step] = part
+        """Keep a part that a node has sent to this owner.
+
+        Raises:
+            MessageError: too many parts of the node wait.
+        """
+        by_step = self._arrived.setdefault(part.sender, {})
+        if len(by_step) >= _PARTS_MAX:
+            raise MessageError(f"{len(by_step)} parts wait for results of later steps")
+        by_step[part.step] = part
 
     def missing_parts(
         self, sharded: ShardedUpdate, lost: Collection[NodeRun]
@@ -398,6 +409,26 @@ class Sharding:
         )
 
     # ---- the results of all owners -----------------------------------------------------------------------------------
+
+    def unfit(self, updates: Iterable[tuple[NodeRun, list[Message]]]) -> list[NodeRun]:
+        """Return the senders of those results of this step that do not fit the owners that this node counts.
+
+        Each is of another number of parts, of a part that its sender does not own, of a node that takes no part, or a
+        whole update.
+        """
+        parts = len(self.owners)
+        places = {
+            owner: place
+            for place, owner in enumerate(self.owners)
+            if self._division.part(parts, place)
+        }
+        return [
+            run
+            for run, update in updates
+            if not isinstance(update, PartUpdate)
+            or run not in self.senders
+            or (update.parts, update.place) != (parts, places.get(run, parts))
+        ]
 
     def add_results(self, results: Sequence[PartUpdate], params: Any) -> None:
         """Add the owners' results to arrays of the parameters' shapes."""
@@ -582,6 +613,17 @@ class Sharding:
                 encoder.load_state_dict(saved)
             return
         self._put_back(part_of_state(state, self._run), self._count(self.senders))
+
+
+def can_be_of_same_owners(results: Sequence[list[Message]]) -> bool:
+    """Return whether the results of a step, in the order of their senders, can be those of the same owners."""
+    parts = {result.parts if isinstance(result, PartUpdate) else 0 for result in results}
+    places = [
+        result.place
+        for result in results
+        if isinstance(result, PartUpdate) and result.place < result.parts
+    ]
+    return len(parts) == 1 and 0 not in parts and places == sorted(set(places))
 
 
 def part_of_state(state: Mapping[str, Any], run: NodeRun) -> PartUpdate:

@@ -309,6 +309,7 @@ class Step:
                 missing = self._replica.prepare(pending, lost)
                 if missing:
                     return missing
+            self._router.greet()
             self._notes.send(pending.step)
             pending.set_ticket(self._router.publish_update(pending.step, pending.payload))
         except TooLarge:
@@ -384,6 +385,10 @@ class Step:
         replica = self._replica
         begin_s = clock.now_s()
         self._wait_for_members(pending)
+        if replica.sharding is not None:
+            unfit = replica.sharding.unfit(membership.updates_of(pending.step))
+            if unfit and not self._departure.refuse(unfit, pending.step):
+                raise LeftBehind
         arrived_s = clock.now_s()
         pending.add_wait(arrived_s - begin_s)
         others = membership.take_updates(pending.step if self._is_sync else math.inf)

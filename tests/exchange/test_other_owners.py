@@ -1,0 +1,191 @@
+"""Results for other owners than the receiver counts: nobody applies them, nobody ends, and nothing is lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import gradwire as gw
+from gradwire.exchange.owner import can_be_of_same_owners
+from gradwire.exchange.protocol import TAG_NUMBERS, NodeRun, PartUpdate, run_of
+
+from ..seeds import seeds
+from .cluster import cluster
+from .test_sharded import (
+    THRESHOLD,
+    Follower,
+    Trainer,
+    assert_identical,
+    assert_nothing_lost,
+    update,
+)
+
+IDS = (10, 20, 30, 40)
+
+
+def more_parts(parts: int, place: int) -> tuple[int, int]:
+    return parts + 1, place
+
+
+def fewer_parts(parts: int, _: int) -> tuple[int, int]:
+    return max(parts - 1, 1), 0
+
+
+def another_place(parts: int, place: int) -> tuple[int, int]:
+    return parts, (place + 1) % parts
+
+
+def nothing(parts: int, _: int) -> tuple[int, int]:
+    return parts, parts
+
+
+def first_place(parts: int, _: int) -> tuple[int, int]:
+    return parts, 0
+
+
+def lie_in(trainer: Trainer, steps: range, lie: Any) -> None:
+    """Let a node publish the result of other owners in some steps."""
+    publish = trainer.node.publish
+
+    def publish_lie(buffer: Any, tag: int = 0, to: Any = None) -> Any:
+        if tag >= TAG_NUMBERS or tag not in steps:
+            return publish(buffer, tag=tag, to=to)
+        run = run_of(trainer.node.peer)
+        true = PartUpdate.parse(run, tag, memoryview(bytes(buffer)))
+        parts, place = lie(true.parts, true.place)
+        encoders = trainer.groups.encoders
+        one = update(99, tag)
+        messages = [
+            gw.Encoder(part.numel, THRESHOLD, key=encoders[group].key).encode(
+                one[group][: part.numel]
+            )
+            for group, part in trainer.replica._division.part(parts, place)
+        ]
+        return publish(PartUpdate(messages, run, tag, parts, place).pack(), tag=tag, to=to)
+
+    trainer.node.publish = publish_lie  # type: ignore[method-assign]
+
+
+def train_with_a_liar(
+    seed: int, ids: tuple[int, ...], liar: int, lie: Any, **options: Any
+) -> list[Trainer]:
+    with cluster(seed) as world:
+        trainers = [
+            Trainer(world, node_id, 25, min_peers=len(ids) - 1, **options) for node_id in ids
+        ]
+        lie_in(trainers[liar], range(6, 7), lie)
+        world.run()
+    assert_identical(trainers)
+    assert_nothing_lost(trainers)
+    return trainers
+
+
+def those_who_joined_again(trainers: list[Trainer]) -> list[int]:
+    return [one.node.peer.id for one in trainers if one.member_since > 0]
+
+
+@pytest.mark.parametrize("seed", seeds(1))
+@pytest.mark.parametrize(
+    "how", [{}, {"apply_residual": True, "moves": True, "overlap": 1}], ids=str
+)
+@pytest.mark.parametrize("liar", [0, 1, 2])
+@pytest.mark.parametrize("lie", [more_parts, fewer_parts, another_place, nothing])
+def test_a_node_alone_with_its_view_of_the_owners_joins_again(
+    lie: Any, liar: int, how: Any, seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainers = train_with_a_liar(seed, IDS[:3], liar, lie, **how)
+    assert those_who_joined_again(trainers) == [IDS[liar]]
+    assert "is for other owners than this node counts" in caplog.text
+    lost = [peer.id for result in trainers[liar - 1].results for peer in result.lost]
+    assert lost == [IDS[liar]]
+
+
+@pytest.mark.parametrize("seed", seeds(1))
+@pytest.mark.parametrize("liar", [0, 1])
+@pytest.mark.parametrize("lie", [more_parts, another_place, nothing])
+def test_of_two_nodes_that_count_other_owners_the_one_with_the_lower_id_goes_on(
+    lie: Any, liar: int, seed: int
+) -> None:
+    assert 20 in those_who_joined_again(train_with_a_liar(seed, IDS[:2], liar, lie))
+
+
+@pytest.mark.parametrize("seed", seeds(3))
+def test_a_worker_that_claims_a_part_joins_again(seed: int) -> None:
+    with cluster(seed) as world:
+        owners = [Trainer(world, node_id, 25, min_peers=2) for node_id in IDS[:2]]
+        worker = Trainer(world, 5, 25, min_peers=2, role="worker")
+        lie_in(worker, range(6, 7), first_place)
+        world.run()
+    assert_identical([*owners, worker])
+    assert_nothing_lost([*owners, worker])
+    assert those_who_joined_again([*owners, worker]) == [5]
+
+
+@pytest.mark.parametrize("seed", seeds(2))
+def test_half_of_the_nodes_join_the_half_with_the_lowest_id(seed: int) -> None:
+    with cluster(seed) as world:
+        trainers = [Trainer(world, node_id, 25, min_peers=3) for node_id in IDS]
+        for each in trainers[2:]:
+            lie_in(each, range(6, 7), more_parts)
+        world.run()
+    assert_identical(trainers)
+    assert_nothing_lost(trainers)
+    assert set(those_who_joined_again(trainers)) >= {30, 40}
+    assert trainers[0].member_since == 0
+
+
+@pytest.mark.parametrize("seed", seeds(2))
+@pytest.mark.parametrize("lie", [more_parts, another_place, nothing])
+def test_a_node_that_always_claims_another_part_ends_nobody(lie: Any, seed: int) -> None:
+    with cluster(seed) as world:
+        honest = [Trainer(world, node_id, 25, min_peers=2) for node_id in IDS[1:3]]
+        liar = Trainer(world, 10, 1_000_000, min_peers=2)
+        lie_in(liar, range(6, 1_000_000), lie)
+        world.run(until=lambda: all(each.is_done for each in honest))
+    assert_identical(honest)
+    assert those_who_joined_again(honest) == []
+
+
+@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize("event", ["death", "cut", "newcomer", "observer"])
+@pytest.mark.parametrize("lie", [more_parts, another_place])
+def test_other_owners_are_refused_alike_while_nodes_come_and_go(
+    lie: Any, event: str, seed: int
+) -> None:
+    with cluster(seed) as world:
+        trainers = [Trainer(world, node_id, 30, min_peers=3) for node_id in IDS]
+        first = world.random.randint(4, 9)
+        lie_in(trainers[world.random.randrange(4)], range(first, first + 1), lie)
+
+        def hurt() -> None:
+            if event == "death":
+                world.kill(world.random.choice(trainers).node)
+            elif event == "cut":
+                one, other = world.random.sample(trainers, 2)
+                world.cut(one.node, other.node)
+                turn = world._turns + world.random.randint(20, 80)
+                world.plan(turn, lambda: world.connect(one.node, other.node))
+            elif event == "newcomer":
+                trainers.append(Trainer(world, 25, 30, min_peers=3))
+            else:
+                trainers.append(Follower(world, 5, 30, role="observer"))
+                for each in trainers:
+                    each.cohort = trainers
+
+        world.plan(world.random.randint(150, 350), hurt)
+        world.run()
+    assert_identical(trainers)
+    assert_nothing_lost(trainers)
+
+
+def test_results_for_other_owners_are_told_from_those_for_the_same() -> None:
+    def result(parts: int, place: int) -> PartUpdate:
+        return PartUpdate([], NodeRun(1, 1), 0, parts, place)
+
+    assert can_be_of_same_owners([result(3, 0), result(3, 3), result(3, 2)])
+    assert not can_be_of_same_owners([result(3, 0), result(2, 1)])
+    assert not can_be_of_same_owners([result(3, 1), result(3, 1)])
+    assert not can_be_of_same_owners([result(3, 1), result(3, 0)])
+    assert not can_be_of_same_owners([result(3, 1), []])
+    assert not can_be_of_same_owners([[]])
