@@ -45,6 +45,11 @@ _ALL_LEAVE = 1
 # How long a node that was to join sees no member before it goes on, or begins with new nodes.
 _WAIT_S = 2.0
 
+# Pause between two looks for asynchronous members that others have and this node does not see, and the number of looks
+# after which a node with a lower id gives way to them.
+_UNSEEN_S = 5.0
+_UNSEEN_LOOKS = 3
+
 # A node, the node that began its training, and the members.
 _Side = tuple[NodeRun, NodeRun, tuple[NodeRun, ...]]
 
@@ -516,6 +521,9 @@ class Trainings:
         self._is_sync = is_sync
         self._waits_until_s: float | None = None
         self._told: frozenset[NodeRun] | None = None
+        self._unseen: dict[NodeRun, int] = {}  # number of looks in which other members had them
+        self._looks_at_s = 0.0
+        self._joins_from_s = 0.0
         self._introductions.set_judge(self._difference)
         departure.set_on_return(self.handle_unknown)
 
@@ -570,6 +578,52 @@ class Trainings:
             )
             and introductions.hellos.keys() >= connected  # the word of every connected node counts
         )
+
+    def describe_unreachable(self) -> str:
+        """Name the members that others see and this node does not, and say what to open; empty if there are none."""
+        introductions = self._introductions
+        hellos = introductions.compatible(Phase.IN)
+        unseen = self._find_unseen()
+        if not unseen:
+            return ""
+        seer = min(run for run, hello in hellos.items() if unseen.intersection(hello.members))
+        names = introductions.describe(sorted(unseen))
+        # A node that was never met has no address here, but it may be one of those that the caller has named.
+        node = self._router.node
+        unanswered = sorted(node.seeds - {peer.address for peer in node.peers})
+        no_answer = f" (no answer from {', '.join(unanswered)})" if unanswered else ""
+        return (
+            f"{introductions.name_of(seer)} has {names} as a member, which this node "
+            f"({introductions.name_of(self._membership.run)}) cannot reach{no_answer}: nodes send to each other "
+            "directly, so let UDP pass between the two in both directions, or give the addresses at which they reach "
+            "each other (advertise); gradwire doctor tries a path"
+        )
+
+    def _find_unseen(self) -> set[NodeRun]:
+        hellos = self._introductions.compatible(Phase.IN).values()
+        named = {run for hello in hellos for run in hello.members}
+        return named - {self._membership.run} - self._introductions.hellos.keys()
+
+    def give_way_to_unseen(self) -> None:
+        """Join again where another asynchronous node has come in that this node does not see.
+
+        Two nodes can come in by the same member at the same time. If they never see each other, each lacks the other's
+        updates, which the member has.
+        """
+        now_s = clock.now_s()
+        if now_s < self._looks_at_s or self._membership.phase is not Phase.IN:
+            return
+        self._looks_at_s = now_s + _UNSEEN_S
+        unseen = self._find_unseen() - self._membership.members.keys()
+        self._unseen = {run: self._unseen.get(run, -1) + 1 for run in unseen}
+        # Perhaps only one of the two has heard of the other. If both have, that with the lower id stays longer.
+        if any(
+            looks >= (_UNSEEN_LOOKS if run > self._membership.run else 1)
+            for run, looks in self._unseen.items()
+        ):
+            # The other one lacks updates of this node, and comes in again first.
+            self._joins_from_s = now_s + 2 * _UNSEEN_S
+            self._departure.rejoin(self.describe_unreachable())
 
     def begin_to_join(self) -> None:
         """Forget what this node has told of members that it sees."""
@@ -637,6 +691,8 @@ class Trainings:
 
     def joinable(self) -> dict[NodeRun, Hello]:
         """Return the introductions of members of the training that a late node may join."""
+        if clock.now_s() < self._joins_from_s:
+            return {}
         members = {
             run: hello
             for run, hello in self._introductions.compatible(Phase.IN).items()
@@ -693,6 +749,8 @@ class Trainings:
         membership.admit(run, first_step)
         membership.admit_unaware(run)
         self._router.introduce(run)  # a newcomer waits for this
+        for other in self._introductions.compatible(Phase.JOINING):
+            self._router.introduce(other)  # which needs connections with all members
 
     def is_elsewhere(self, hello: Hello) -> bool:
         """Return whether a node that this one has admitted came in with other members: both parts of a split have."""

@@ -81,6 +81,7 @@ class Join:
         on_follow: Callable[[Any], None],
     ) -> None:
         self._options = options
+        self._is_async = not options.is_sync
         self._membership = membership
         self._introductions = membership.introductions
         self._notes = notes
@@ -111,6 +112,8 @@ class Join:
             self._departure.handle_lost(lost, self._replica.step)
         if self._membership.phase in (Phase.NEW, Phase.JOINING):
             self._trainings.tell_members()
+        elif self._is_async:
+            self._trainings.give_way_to_unseen()
         if self._introductions.superseded:
             raise Mismatch(self._introductions.superseded)
 
@@ -322,15 +325,16 @@ class Join:
             pace.watch([stream.received for stream in membership.others.values()])
             step_s = max([pace.longest_s, *(hello.step_s for hello in hellos)])
             wait.allow(self._options.timeout_s + _SILENT_STEPS * step_s)
+            obstacle = self._trainings.describe_unreachable()
             wait.note(
                 (self._recipient.received_bytes, self._replica.step, membership.phase),
-                self._recipient.progress,
+                self._recipient.progress or obstacle,
             )
             _check_kept_updates(membership, self._recipient)
             if wait.is_over:
                 raise TimeoutError(
-                    f"this node did not come in within {wait.silence_s:g} s of the last progress, "
-                    f"from {len(hellos)} members that it sees; {introductions.describe_departed() or 'nobody has gone'}"
+                    f"this node did not come in within {wait.silence_s:g} s of the last progress, from {len(hellos)} "
+                    f"members that it sees; {obstacle or introductions.describe_departed() or 'nobody has gone'}"
                 )
         # Of a checkpoint: what this node kept as an owner is its residual where another node owns the part now.
         self._replica.add_late_parts(params)

@@ -505,7 +505,7 @@ class Introductions:
 
     def peer_of(self, run: NodeRun) -> Peer:
         """Return a node, without its address if this node has never met it."""
-        return self._peers.get(run) or Peer(*run, "unknown address")
+        return self._peers.get(run) or Peer(*run, f"the node with id {run.id}")
 
     def name_of(self, run: NodeRun) -> str:
         """Return a node's rank, if that is known, and its address."""

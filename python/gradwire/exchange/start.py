@@ -30,6 +30,9 @@ _COMPLETE_S = 2.0
 # Longest wait of the node that begins a training, where members of an earlier run are here, for the other new nodes.
 _RESTART_S = 10.0
 
+# How long a node that was named as a first member waits for its connections with the others.
+_CONNECTED_S = 10.0
+
 _LATE_REMEDY = "a node that prepares data for longer before its first step needs a larger start_timeout_s on the others"
 
 
@@ -65,6 +68,7 @@ class Start:
         self._poll = poll
         self._silent_until_s: float | None = None
         self._restart_until_s: float | None = None
+        self._connected_until_s: float | None = None
         self._new_nodes: frozenset[NodeRun] = frozenset()
         self._equalizes = False
         self._former_members: int | None = None
@@ -125,10 +129,14 @@ class Start:
         if expected:
             self._wait_for_connections(expected, timeout_s)
         poll_s = 0.0
+        wait = clock.Wait("this node waits for the others", timeout_s)
         while membership.phase is Phase.NEW:
             self._poll(poll_s)
             poll_s = clock.POLL_S
             self._try_to_start(expected)
+            obstacle = self._trainings.describe_unreachable()
+            if obstacle:
+                wait.note(None, obstacle)
             if membership.phase is Phase.NEW and clock.now_s() >= deadline_s:
                 ready = len(self._introductions.compatible())
                 text = f"{ready} of {expected} peers were ready within {timeout_s:g} s"
@@ -139,7 +147,10 @@ class Start:
                         f"{names} has not begun the training with this node within {timeout_s:g} s"
                     )
                 misfits = self._introductions.describe_incompatible()
-                raise TimeoutError("; ".join([text, *filter(None, [misfits]), _LATE_REMEDY]))
+                causes = filter(None, [misfits, obstacle])
+                raise TimeoutError(
+                    "; ".join([text, *(causes if obstacle else [*causes, _LATE_REMEDY])])
+                )
 
     def _wait_for_connections(self, expected: int, timeout_s: float) -> None:
         """Wait for so many peers, or for a training that has begun: to come in late, no other node is needed."""
@@ -265,9 +276,24 @@ class Start:
             return
         # A step would wait for members that are not connected yet, and suspect them. So this node begins a little later
         # than the others, whose first updates are kept meanwhile.
-        if all(run in compatible for run in others):
+        connected = set(map(self._introductions.register, self._router.node.peers))
+        if not connected.issuperset(others):
+            self._wait_for_named()
+        elif all(run in compatible for run in others):
             self._check_same_start({run: compatible[run] for run in others})
             self._start(others, hello.origin, hello.training, is_sharded=bool(hello.is_sharded))
+
+    def _wait_for_named(self) -> None:
+        """Wait for connections with the other first members, and join late if some do not come about."""
+        # Of two nodes that cannot reach each other, one can take part with the others: as in a training that goes on.
+        now_s = clock.now_s()
+        if self._connected_until_s is None:
+            longest_s = min(_CONNECTED_S, self._options.timeout_s / 2)
+            self._connected_until_s = now_s + longest_s
+        elif now_s >= self._connected_until_s:
+            obstacle = self._trainings.describe_unreachable()
+            _LOG.warning("this node begins without some of the first members: %s", obstacle)
+            self._router.announce(Phase.JOINING)
 
     def _check_same_start(self, hellos: Mapping[NodeRun, Hello]) -> None:
         """Refuse nodes that begin at another step, with other parameters, or with one node's residual twice."""

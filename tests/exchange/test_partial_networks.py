@@ -1,0 +1,118 @@
+"""Two nodes cannot reach each other, and the others reach both: training goes on, and an error names the two."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ..seeds import seeds
+from .cluster import Cluster, FakeNode, cluster
+from .test_membership import Trainer, assert_identical
+
+WAYS: dict[str, dict[str, Any]] = {
+    "mesh": {},
+    "sharded": {"topology": "sharded"},
+    "async": {"mode": "async"},
+    "wait": {"on_straggler": "wait"},
+    "drop": {"on_straggler": "drop"},
+    "sharded, wait": {"topology": "sharded", "on_straggler": "wait"},
+}
+STEPS = 250
+TIMEOUT_S = 4.0
+
+
+def trainer(world: Cluster, node_id: int, min_peers: int, how: Any) -> Trainer:
+    return Trainer(world, node_id, STEPS, **{"min_peers": min_peers, "timeout_s": TIMEOUT_S, **how})
+
+
+def block(world: Cluster, one: FakeNode, other: FakeNode) -> None:
+    """Let two nodes never be connected."""
+    for here, there in ((one, other), (other, one)):
+        world.link(there.peer, here.peer).clear()
+        here.connected.discard(there.peer)
+
+
+def at_the_start(world: Cluster, how: Any) -> list[Trainer]:
+    trainers = [trainer(world, node_id, 2, how) for node_id in (10, 20, 30)]
+    block(world, trainers[1].node, trainers[2].node)
+    return trainers
+
+
+def in_the_middle(world: Cluster, how: Any) -> list[Trainer]:
+    trainers = [trainer(world, node_id, 2, how) for node_id in (10, 20, 30)]
+    world.run(until=lambda: len(trainers[0].results) > 5)
+    world.cut(trainers[0].node, trainers[1].node)
+    return trainers
+
+
+def among_four(world: Cluster, how: Any) -> list[Trainer]:
+    trainers = [trainer(world, node_id, 3, how) for node_id in (10, 20, 30, 40)]
+    world.run(until=lambda: len(trainers[0].results) > 5)
+    world.cut(*[each.node for each in world.random.sample(trainers, 2)])
+    return trainers
+
+
+def of_a_newcomer(world: Cluster, how: Any) -> list[Trainer]:
+    trainers = [trainer(world, node_id, 1, how) for node_id in (10, 20)]
+    world.run(until=lambda: len(trainers[0].results) > 5)
+    trainers.append(trainer(world, 30, 1, how))
+    block(world, trainers[0].node, trainers[2].node)
+    trainers[2].node.seeds = frozenset(each.node.peer.address for each in trainers[:2])
+    return trainers
+
+
+def of_two_newcomers(world: Cluster, how: Any) -> list[Trainer]:
+    trainers = [trainer(world, node_id, 1, how) for node_id in (10, 20)]
+    world.run(until=lambda: len(trainers[0].results) > 5)
+    trainers += [trainer(world, node_id, 1, how) for node_id in (5, 30)]
+    block(world, trainers[2].node, trainers[3].node)
+    return trainers
+
+
+@pytest.mark.parametrize("seed", seeds(1))
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "break_network", [at_the_start, in_the_middle, among_four, of_a_newcomer, of_two_newcomers]
+)
+def test_all_but_one_of_two_nodes_that_cannot_reach_each_other_go_on(
+    break_network: Any, way: str, seed: int
+) -> None:
+    with cluster(seed) as world:
+        trainers = break_network(world, WAYS[way])
+        with pytest.raises(TimeoutError, match="cannot reach") as raised:
+            world.run()
+        [ended] = [each for each in trainers if each.worker.error is not None]
+        assert f"this node ({ended.node.peer.address}) cannot reach" in str(raised.value)
+        if break_network is of_a_newcomer:
+            assert f"no answer from {trainers[0].node.peer.address}" in str(raised.value)
+        world.kill(ended.node)
+        world.run()
+    others = [each for each in trainers if each is not ended]
+    assert len(others) == len(trainers) - 1
+    if way != "async":
+        assert_identical(others)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_node_comes_in_as_soon_as_it_reaches_the_other(way: str) -> None:
+    with cluster(1) as world:
+        trainers = in_the_middle(world, WAYS[way])
+        first, second, _ = trainers
+        until_s = world.now_s + TIMEOUT_S / 2
+        world.run(until=lambda: world.now_s > until_s)
+        assert {first.share._membership.phase, second.share._membership.phase} == {"joining", "in"}
+        world.connect(first.node, second.node)
+        world.run()
+    if way != "async":
+        assert_identical(trainers)
+
+
+def test_the_log_names_the_two_while_a_start_waits(caplog: pytest.LogCaptureFixture) -> None:
+    with cluster(1) as world:
+        trainers = at_the_start(world, {"timeout_s": 20.0, "start_timeout_s": 1_000.0})
+        world.run(until=lambda: world.now_s > 5.0)
+        assert trainers[1].share._membership.phase == "new"
+        assert "1010 has the node with id 30 as a member" in caplog.text
+        world.run(until=lambda: len(trainers[0].results) > 5)
+    assert "this node begins without some of the first members" in caplog.text
