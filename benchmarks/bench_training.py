@@ -200,7 +200,8 @@ def rows_of(task: str, results: Results) -> Iterator[Row]:
         for link_mbit in reversed(LINKS_MBIT):
             times, is_composed = results.times_to_target(task, method, link_mbit)
             if times:
-                spread = [f"{min(times):.3g} to {max(times):.3g}"] * (len(times) > 1)
+                ends = [f"{end:,.0f}" if end >= 1e3 else f"{end:.3g}" for end in sorted(times)]
+                spread = [f"{ends[0]} to {ends[-1]}"] * (len(times) > 1)
                 note = "; ".join(spread + ["composed"] * is_composed)
                 figures = 2 * [statistics.median(times)]
                 yield Row(group, method, f"s at {link_mbit} Mbit/s", *figures, note=note)
