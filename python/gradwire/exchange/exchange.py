@@ -361,7 +361,8 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
             self._replica.copy_shared(params)
         elif self._replica.shared:
             self._replica.drop_shared()
-        self._replica.make_residual(params)
+        if not self._groups.keeps_residuals:
+            self._replica.make_residual(params)
         result = self._step.take_step(update, params, self._optimizer_state)
         self._end_step(result, params)
         return result or finished or StepResult(step=self.next_step)

@@ -108,7 +108,7 @@ class Step:
             return None
         again = partial(replica.encode, None, codec)
         result = self._finish_or_repeat(pending, again, params, optimizer_state)
-        if self._membership.weight != 1.0:
+        if has_moved and self._membership.weight != 1.0:
             # It tells apart what the next step will move, which is to be weighed.
             replica.make_residual(params)
         elif has_moved:
