@@ -201,7 +201,8 @@ class Middlebox:
             outside.close()
             self._outside[client] = self._open()
         self.counts["rebind"] += 1
-        self._rebind_at_s += self._trouble.rebind_every_s
+        # From now: a middlebox that is late, on a busy machine, must not make up for the changes that it has missed.
+        self._rebind_at_s = time.monotonic() + self._trouble.rebind_every_s
 
     def _take_inside(self) -> None:
         for datagram, client in self._received(self._inside):
