@@ -349,7 +349,7 @@ class SharedCopy:
         if not self.shared or self.local_steps:
             return [True] * len(arrays)
         if not self._applies_residual:
-            return list(map(np.array_equal, map(on_host, arrays), map(on_host, self.shared)))
+            return self._as_shared(arrays)
         if self.is_difference:
             if not self._left or self._is_sampled_as(arrays):
                 return [True] * len(arrays)
@@ -364,6 +364,10 @@ class SharedCopy:
             difference_max = float(np.abs(param - shared - residual).max(initial=0.0))
             held.append(difference_max <= _STEP_ROUNDING * largest)  # NaN is a difference
         return held
+
+    def _as_shared(self, arrays: Arrays) -> list[bool]:
+        """Return for each array whether it has the values of the shared parameters."""
+        return list(map(np.array_equal, map(on_host, arrays), map(on_host, self.shared)))
 
     def _is_sampled_as(self, arrays: Arrays) -> bool:
         """Return whether parameters on a device, of which a fingerprint counts changes, are as after the last step."""
@@ -511,10 +515,9 @@ class SharedCopy:
         """
         if self._applies_residual:
             # A newcomer that has not trained yet needs no memory for that.
-            if not self.groups.has_residuals and not self.is_difference:
-                pairs = zip(writable_views(params), self.shared, strict=True)
-                if all(_is_equal(*pair) for pair in pairs):
-                    return
+            has_none = not self.groups.has_residuals and not self.is_difference
+            if has_none and all(self._as_shared(writable_views(params))):
+                return
             # The last step has left a difference, which is not known apart from the movement.
             self._weigh_movement(params, 1.0 if self.is_difference else weight)
             self._set_residual(params)
@@ -612,12 +615,6 @@ class SharedCopy:
             put(target, arrays)
         if self.shared:
             self.write_params(params)
-
-
-def _is_equal(one_array: Any, other: Any) -> bool:
-    if isinstance(one_array, np.ndarray) and isinstance(other, np.ndarray):
-        return np.array_equal(one_array, other)
-    return bool((one_array == other).all())
 
 
 def _fingerprint(params: Any) -> list[bytes | int]:
