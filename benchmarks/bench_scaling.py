@@ -45,6 +45,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "share, AdamW": ("AdamW", {}),
     "share, AdamW, overlap=1": ("AdamW", {"overlap": 1}),
     "share, AdamW, every=4, overlap=1": ("AdamW", {"every": 4, "overlap": 1}),
+    "share, AdamW, every=15, overlap=4": ("AdamW", {"every": 15, "overlap": 4}),
 }
 
 
@@ -59,7 +60,7 @@ def take_steps(
     matrices = [torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)]
     prepare = shared_step if WAYS[way][0] else reduced_step
     step = prepare(pipe, rank, host, way, torch.nn.Sequential(*matrices), compute_s)
-    settling = 2 if prepare is reduced_step else SETTLING_STEPS
+    settling = 2 if prepare is reduced_step else SETTLING_STEPS + 8 * WAYS[way][1].get("every", 0)
     seconds, processor_s = [], 0.0
     for number in range(settling + steps):
         if number == settling:
