@@ -245,6 +245,7 @@ def test_top_shows_rates_and_peers(
     ("options", "proposed"),
     [
         ({"every": 2, "overlap": 1}, ["every=8"]),
+        ({"every": 8, "overlap": 1}, ["overlap=2", "every=32"]),
         ({"topology": "sharded"}, ["overlap=1", "every=4"]),
     ],
 )
@@ -260,7 +261,7 @@ def test_the_remedies_are_options_that_the_exchange_does_not_have_yet(
     for _ in range(40):
         step(share)
     [text] = [text for text in caplog.messages if text.startswith("gradwire takes")]
-    assert re.findall(r"\w+=\d", text) == proposed
+    assert re.findall(r"\w+=\d+", text) == proposed
 
 
 @pytest.mark.parametrize(

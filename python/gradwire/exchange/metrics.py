@@ -49,6 +49,8 @@ Residuals: TypeAlias = Callable[[int], Iterable[NDArray[Any]]]
 _WARMUP_STEPS = 10
 _JUDGED_STEPS = 20
 _SHARE_MAX = 1.0 / 3.0
+# Of the local steps: with more the loss rises by more than 1 % (docs/algorithm.md).
+_OVERLAP_SHARE = 0.25
 
 # Steps between two checks of the residual, checks in a row that lead to a warning, sampled elements of each residual,
 # and the most steps for which a residual grows at the start of any training: elements wait for about 1 / density steps.
@@ -145,8 +147,9 @@ class Meter:
             remedies.append("Encoder(threads=) shares the passes over the data")
         else:
             remedies.append("`gradwire top` shows whether one node holds up the others")
-            if options.is_sync and not options.overlap:
-                remedies.insert(0, "overlap=1 hides the network behind the computation")
+            overlap = max(1, round(options.every * _OVERLAP_SHARE))
+            if options.is_sync and options.overlap < overlap:
+                remedies.insert(0, f"overlap={overlap} hides the network behind the computation")
         _LOG.warning(
             "gradwire takes %.0f %% of a step (encode %.0f %%, wait %.0f %%, apply %.0f %%): %s",
             *(100.0 * part_s / whole_s for part_s in (ours_s, encode_s, wait_s, apply_s)),

@@ -66,7 +66,7 @@ def share(
         process_group: the ranks of this machine, whose gradients DistributedDataParallel averages already.
         shakeup: periodic messages with a smaller threshold, see `ShakeUp`; None: without.
         clip: periodic clipping of the residual, see `ResidualClip`; None: nothing is ever cut off.
-        options: see `ExchangeOptions`: such as ``mode="async"`` or ``every=15, overlap=1``. The model holds this node's
+        options: see `ExchangeOptions`: such as ``mode="async"`` or ``every=15, overlap=4``. The model holds this node's
             residual by default (``apply_residual``), from 15 local steps on ``outer_momentum`` is 0.5, and a
             synchronous step waits for stragglers: after ``timeout_s`` a log entry names the node that all wait for.
 
