@@ -1,4 +1,4 @@
-"""Time to a validation loss: four nodes behind links of 10 Mbit/s, 100 Mbit/s and 1 Gbit/s, gradwire against PyTorch.
+"""Time to a validation loss: four nodes, or ``--nodes``, behind links of 10 Mbit/s to 1 Gbit/s, beside PyTorch.
 
 Every node is a process in a network namespace of its own, behind a link that tc limits (needs root and iproute2). All
 methods train the same model with the same optimiser, batches and initial parameters; only the exchange differs.
@@ -40,7 +40,6 @@ from harness import Report, Row, Target  # noqa: E402
 from training import METHODS  # noqa: E402
 from training.network import network  # noqa: E402
 
-NODES = 4
 LINKS_MBIT, UNLIMITED = (1000, 100, 10), 0
 SEEDS = (0, 1, 2)
 DENSITY = 0.016
@@ -101,12 +100,12 @@ def plan(only: list[str]) -> list[Run]:
     return [run for run in runs if f"{run.name}-".startswith("-".join([*only, ""]))]
 
 
-def execute_all(runs: list[Run], folder: Path) -> None:
+def execute_all(runs: list[Run], folder: Path, nodes: int) -> None:
     """Execute the runs that have no result in ``folder`` yet, link by link."""
     missing = [run for run in runs if not (folder / f"{run.name}.json").exists()]
     print(f"{len(runs) - len(missing)} of {len(runs)} runs are there already", flush=True)
     for link_mbit, group in itertools.groupby(missing, key=lambda run: run.link_mbit):
-        with network(NODES, link_mbit) as (hosts, prefixes):
+        with network(nodes, link_mbit) as (hosts, prefixes):
             for run in group:
                 execute([run], folder, hosts, prefixes)
 
@@ -260,6 +259,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, help="folder of the results, one file per run")
     only = "task, method, link in Mbit/s or 'curve', seed; or the first few of these"
     parser.add_argument("--only", nargs="+", default=[], help=only)
+    parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--report", action="store_true", help="run nothing")
     parser.add_argument("--smoke", action="store_true", help="four steps of each method")
     parser.add_argument("--json", type=Path, help="write the report here as well")
@@ -277,9 +277,9 @@ def main() -> None:
             runs.append(Run("text", "gradwire-udp", 0, 0, 4, is_curve=True))
             execute(runs, folder, ["127.0.0.1", "127.0.0.2"], [[], []])
         elif not options.report:
-            execute_all(plan(options.only), folder)
+            execute_all(plan(options.only), folder, options.nodes)
         results = Results(folder)
-    parameters = {"nodes": NODES, "density": DENSITY}
+    parameters = {"nodes": options.nodes, "density": DENSITY}
     report = Report("training", parameters, void="smoke test" if options.smoke else "")
     for task in TASK_NAMES:
         report.add(rows_of(task, results))
