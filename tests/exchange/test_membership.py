@@ -154,6 +154,7 @@ def test_a_node_comes_in_again_while_another_one_is_missing(mode: str, node_id: 
         world.run(until=lambda: again.joined is not None)
         assert again.joined is not None
         assert again.joined.is_late
+        assert again.joined.is_replaced
         assert (
             world.now_s < began_s + 15.0
         )  # another one might come, and begin the run again with it

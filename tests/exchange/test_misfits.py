@@ -321,7 +321,9 @@ def test_equalize_gives_all_nodes_the_parameters_of_the_one_with_the_lowest_id(s
     def train(node: FakeNode) -> Any:
         share, state = share_on(node, min_peers=2), np.full(3, node.peer.id, np.float32)
         params = np.full(NUMEL, node.peer.id if node.peer.id != 3 else 1, np.float32)
-        share.join(params, [state], equalize=True)
+        joined = share.join(params, [state], equalize=True)
+        # Node 3 has the same parameters, and takes over another state alone.
+        assert joined.is_replaced == (node.peer.id == 2)
         begun = params.copy()
         for count in range(3):
             share.step(update(node.peer.id, count), params)

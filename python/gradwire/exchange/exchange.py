@@ -272,8 +272,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
         shared_state = state if equalize and begins else NO_STATE
         self._start.expect_equalized(equalize)
         self._start.announce_params(params, shared_state)
-        is_late = _become_member(self, params, state, shared_state if equalize else None)
-        return Joined(step=self.next_step, is_late=is_late, members=self.members)
+        return _become_member(self, params, state, shared_state if equalize else None)
 
     @_by_one_thread
     def resync(self, params: Any, optimizer_state: OptimizerState = ()) -> Joined:
@@ -530,8 +529,8 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
 
 def _become_member(
     exchange: Exchange, params: Any, state: NodeState, equalized: NodeState | None = None
-) -> bool:
-    """Begin with the other first members, or join the members; return whether this node has come late.
+) -> Joined:
+    """Begin with the other first members, or join the members.
 
     Args:
         exchange: of this node.
@@ -539,6 +538,8 @@ def _become_member(
         state: the caller's, for a node that comes late.
         equalized: the state that the first members shall have in common, with their parameters; None: neither.
     """
+    replica = exchange._replica
+    replacements = replica.replacements
     while True:
         exchange.wait_for_peers()
         is_late = exchange._membership.phase is not Phase.IN
@@ -547,7 +548,12 @@ def _become_member(
         exchange._join.ensure_member(params, state)
         # All members may be gone before this node is one, without a training that others go on with.
         if exchange._membership.phase is not Phase.NEW:
-            return is_late
+            return Joined(
+                step=exchange.next_step,
+                is_late=is_late,
+                members=exchange.members,
+                is_replaced=replica.replacements > replacements,
+            )
 
 
 def _step_number(exchange: Exchange) -> int:

@@ -205,6 +205,7 @@ class SharedCopy:
         total: adds messages to the shared parameters.
         shared: one array for each of the caller's; empty without local steps and ``apply_residual``.
         local_steps: steps since the last exchange.
+        replacements: number of times that another node's parameters, with other values, have replaced these.
         written: what the caller has written since the last exchange, besides steps; None: nothing.
     """
 
@@ -213,6 +214,7 @@ class SharedCopy:
         self.total = total
         self.shared: Arrays = []
         self.local_steps = 0
+        self.replacements = 0
         self.written: Written | None = None
         self._applies_residual = applies_residual
         self._is_loaded = False  # from a checkpoint
@@ -608,6 +610,8 @@ class SharedCopy:
         if self.is_difference:
             self._set_residual(params)
         target = self.shared or writable_views(params)
+        values = arrays[len(arrays) - len(target) :]
+        self.replacements += not all(map(np.array_equal, map(on_host, target), values))
         if isinstance(self.total, MomentumSum):
             self.total.ensure_velocity(target)
             put([*self.total.velocity, *target], arrays)

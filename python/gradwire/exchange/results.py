@@ -117,11 +117,13 @@ class Joined:
         step: number of this node's first step.
         is_late: whether the parameters came from a peer because training had begun.
         members: the other members.
+        is_replaced: whether a peer's parameters were others, and have taken the place of this node's.
     """
 
     step: int
     is_late: bool
     members: tuple[Peer, ...]
+    is_replaced: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -735,6 +735,9 @@ class SharedOptimizer(torch.optim.Optimizer):
 
     def _join_moves(self) -> bool:
         """Join; return whether that has changed the parameters, to which the gradients then do not belong."""
+        # A checkpoint, or another worker of this machine, may have the same parameters: then nothing has changed.
+        if isinstance(self.exchange, Exchange) and self._loaded is None:
+            return self.join().is_replaced
         before = [_snapshot(staging.tensor) for staging in self._params]
         self.join()
         now = [staging.tensor for staging in self._params]
