@@ -486,8 +486,6 @@ class TrainingMaker:
         density: for all; or by pattern of the names (the first that fits), where "dense" sends whole updates and the
             rest has the default; None: the default for all.
         is_adaptive: whether the updates are an adaptive optimiser's, for the default.
-        moves: whether every step's update comes as what the parameters have moved by (``Exchange.step_moved``): then
-            their difference to the shared ones is the residual, which needs no memory of its own.
         node: to use; None: one from the environment, closed with the training.
         team: rank and size of the team on this machine; None: from the environment.
         shakeup: of the encoders.
@@ -503,7 +501,6 @@ class TrainingMaker:
         density: Density | None,
         *,
         is_adaptive: bool = False,
-        moves: bool = False,
         node: Node | None,
         team: tuple[int, int] | None = None,
         shakeup: ShakeUp | None = None,
@@ -531,14 +528,10 @@ class TrainingMaker:
             _LOG.warning("%s", place.hint)
         self._rank, self._size = team or (place.local_rank, place.local_size)
         self._is_team = self._size > 1 and (node is None or team is not None)
-        # Messages that are under way (``overlap``) would have to be told apart from what the parameters move by, and
-        # clipping changes a residual. A team's leader gets its workers' updates apart from the parameters.
+        # What the parameters differ by from the shared ones needs no memory of its own. Clipping changes it, and
+        # messages that are under way (``overlap``) would have to be told apart from it.
         self._keeps_residual = (
-            not moves
-            or not self._checked.apply_residual
-            or bool(self._checked.overlap)
-            or clip is not None
-            or self._is_team
+            not self._checked.apply_residual or bool(self._checked.overlap) or clip is not None
         )
         self._run: str | None = None
         if self._is_team or (node is None and place.expected_peers() != 0):

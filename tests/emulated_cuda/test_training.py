@@ -96,7 +96,7 @@ def train(
         share.catch_up(params)
     if rank == 1 and not late:
         assert share.stats.digests
-    assert enc.has_residual == (keeps or not (moves or "every" in options))
+    assert enc.has_residual == keeps
     state = share.state_dict()
     again = gw.Exchange(encoder(where), node, **chosen)
     again.load_state_dict(state)

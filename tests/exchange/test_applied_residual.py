@@ -65,7 +65,7 @@ def train(apply_residual: bool, *, moves: bool, keeps: bool = True, **options: A
                 received += share.step(one, params).received
         while received < 2 * STEPS // options.get("every", 1):
             received += share.catch_up(params, timeout_s=0.05)
-        assert enc.has_residual == (keeps or not (moves or "every" in options))
+        assert enc.has_residual == keeps
         return outcome_of(share, enc, params)
 
     return work
@@ -174,6 +174,50 @@ def test_an_update_that_is_not_finite_leaves_finite_parameters(keeps: bool) -> N
         params[3] = 0.5
         share.step_moved(params)
         assert params[:4].tolist() == [0.0, 0.25, 0.0, 0.5]
+
+
+@kept_or_not
+def test_an_update_of_a_step_that_is_not_finite_leaves_the_residual(keeps: bool) -> None:
+    with cluster(0) as made:
+        enc = encoder(0.75, keeps=keeps)
+        share = gw.Exchange(enc, made.node(1), min_peers=0, apply_residual=True)
+        params = np.zeros(NUMEL, np.float32)
+        share.step(np.full(NUMEL, 0.5, np.float32), params)
+        update = np.full(NUMEL, 0.125, np.float32)
+        update[[3, 5]] = np.inf, np.nan
+        with pytest.raises(gw.NonFiniteUpdate, match=r"2 elements.*index 3") as caught:
+            share.step(update, params)
+        assert (caught.value.count, caught.value.first_index) == (2, 3)
+        result = share.step(np.full(NUMEL, 0.25, np.float32), params)
+        assert result.step == 1
+        expected = np.full(NUMEL, 0.875, np.float32)
+        expected[[3, 5]] = 0.75
+        np.testing.assert_array_equal(params, expected)
+        np.testing.assert_array_equal(share.shared(params)[0], 0.75)
+
+
+@kept_or_not
+def test_an_update_that_would_be_rounded_is_refused(keeps: bool) -> None:
+    with cluster(0) as made:
+        share = gw.Exchange(encoder(keeps=keeps), made.node(1), min_peers=0, apply_residual=True)
+        params = np.zeros(NUMEL, np.float32)
+        share.join(params)
+        with pytest.raises(TypeError, match="would be rounded"):
+            share.step(np.ones(NUMEL), params)
+        with pytest.raises(ValueError, match="elements"):
+            share.step(np.ones(NUMEL - 1, np.float32), params)
+        assert not params.any()
+        share.step(np.full(NUMEL, 0.5, np.float16), params)
+        np.testing.assert_array_equal(params, 0.5)
+
+
+@pytest.mark.parametrize("options", [{}, {"every": 2}], ids=str)
+def test_an_update_cannot_be_in_a_residual_that_is_not_kept(options: Any) -> None:
+    with cluster(0) as made:
+        enc = encoder(keeps=False)
+        share = gw.Exchange(enc, made.node(1), min_peers=0, apply_residual=True, **options)
+        with pytest.raises(ValueError, match="need the update"):
+            share.step(None, np.zeros(NUMEL, np.float32))
 
 
 @kept_or_not

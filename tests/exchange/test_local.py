@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 import gradwire as gw
 from gradwire import shared_memory
-from gradwire.exchange import LocalExchange, LocalTeam
+from gradwire.exchange import LocalExchange, LocalTeam, local
 from gradwire.exchange.owner import add_owner_state
 from gradwire.exchange.snapshot import as_state
 
@@ -59,7 +59,8 @@ def run_team(
     work: Callable[[int, LocalExchange], Any], workers: int, **options: Any
 ) -> tuple[list[Any], gw.Encoder]:
     """Let threads do ``work(rank, share)`` on one machine without peers."""
-    enc = gw.Encoder(NUMEL, gw.FixedThreshold(THRESHOLD))
+    keeps = options.pop("keeps_residual", True)
+    enc = gw.Encoder(NUMEL, gw.FixedThreshold(THRESHOLD), keeps_residual=keeps)
     team_options = {name: options.pop(name) for name in ("reduction",) if name in options}
     with (
         gw.Node("127.0.0.1:0", secret=SECRET) as node,
@@ -69,22 +70,40 @@ def run_team(
         return list(pool.map(work, range(workers), shares)), enc
 
 
+def state_of_leader(share: LocalExchange) -> Any:
+    return None if share.exchange is None else share.exchange.state_dict()
+
+
+RESIDUALS: dict[str, dict[str, Any]] = {
+    "kept": {},
+    "applied": {"apply_residual": True},
+    "difference": {"apply_residual": True, "keeps_residual": False},
+}
+residuals = pytest.mark.parametrize("options", RESIDUALS.values(), ids=RESIDUALS.keys())
+
+
+@residuals
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_workers_of_a_machine_lose_nothing_and_hold_the_same(workers: int) -> None:
+def test_workers_of_a_machine_lose_nothing_and_hold_the_same(workers: int, options: Any) -> None:
     def work(rank: int, share: LocalExchange) -> Any:
         params = tensors()
         results = [share.step(tensors(100 * rank + step), params) for step in range(5)]
-        return params, results
+        return params, share.shared(params), results, state_of_leader(share)
 
-    outcomes, enc = run_team(work, workers, reduction="sum")
+    outcomes, enc = run_team(work, workers, reduction="sum", **options)
     put_in = sum(flat(tensors(100 * rank + step)) for rank in range(workers) for step in range(5))
-    for params, results in outcomes:
-        np.testing.assert_array_equal(flat(params) + enc.residual, put_in)
+    assert enc.has_residual == options.get("keeps_residual", True)
+    residual = outcomes[0][3]["encoders"][0]["residual"]
+    assert residual.any()
+    for params, shared, results, _ in outcomes:
+        np.testing.assert_array_equal(flat(shared) + residual, put_in)
+        np.testing.assert_array_equal(flat(params), put_in if options else flat(shared))
         assert [result.step for result in results] == list(range(5))
-        assert results == outcomes[0][1]
+        assert results == outcomes[0][2]
 
 
-def test_moved_parameters_of_workers_are_their_updates() -> None:
+@residuals
+def test_moved_parameters_of_workers_are_their_updates(options: Any) -> None:
     def work(rank: int, share: LocalExchange) -> Any:
         params = tensors()
         share.join(params)
@@ -92,12 +111,50 @@ def test_moved_parameters_of_workers_are_their_updates() -> None:
             for one, update in zip(params, tensors(100 * rank + step), strict=True):
                 one += update
             share.step_moved(params)
-        return params
+        return share.shared(params), state_of_leader(share)
 
-    outcomes, enc = run_team(work, 2, reduction="sum")
+    outcomes, _ = run_team(work, 2, reduction="sum", **options)
     put_in = sum(flat(tensors(100 * rank + step)) for rank in range(2) for step in range(4))
-    for params in outcomes:
-        np.testing.assert_array_equal(flat(params) + enc.residual, put_in)
+    residual = outcomes[0][1]["encoders"][0]["residual"]
+    for shared, _ in outcomes:
+        np.testing.assert_array_equal(flat(shared) + residual, put_in)
+
+
+@residuals
+def test_a_sum_is_whole_though_a_worker_dies_in_the_middle_of_its_share(
+    options: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sum takes the place of the leader's update, so a share cannot be added again where it was begun."""
+    add_up = local._add_up
+    enc = gw.Encoder(
+        NUMEL, gw.FixedThreshold(THRESHOLD), keeps_residual=options.get("keeps_residual", True)
+    )
+
+    def add_and_die(total: Any, updates: Any, factor: Any) -> None:
+        if threading.current_thread() is not dying:
+            return add_up(total, updates, factor)
+        add_up(total[: total.size // 2], [one[: total.size // 2] for one in updates], factor)
+        made[1].close(has_failed=True)
+        raise SystemExit
+
+    def follow() -> None:
+        params = tensors()
+        with pytest.raises(SystemExit):
+            shares[1].step(tensors(1), params)
+
+    exchange_options = {key: value for key, value in options.items() if key != "keeps_residual"}
+    with gw.Node("127.0.0.1:0", secret=SECRET) as node:
+        made = [LocalTeam(name, tensors(), size=2, rank=rank) for rank in range(2)]
+        exchange = gw.Exchange(enc, node, min_peers=0, codec="dense", **exchange_options)
+        shares = [made[0].lead(exchange), made[1].follow()]
+        dying = threading.Thread(target=follow)
+        monkeypatch.setattr(local, "_add_up", add_and_die)
+        dying.start()
+        params = tensors()
+        shares[0].step(tensors(0), params)
+        dying.join()
+        np.testing.assert_array_equal(flat(params), (flat(tensors(0)) + flat(tensors(1))) / 2)
+        made[0].close()
 
 
 def test_the_machine_s_update_is_the_mean_of_the_workers() -> None:
@@ -110,7 +167,8 @@ def test_the_machine_s_update_is_the_mean_of_the_workers() -> None:
     assert all((flat(params) == 2.0).all() for params in outcomes)
 
 
-def test_what_the_leader_s_step_raises_all_workers_raise() -> None:
+@residuals
+def test_what_the_leader_s_step_raises_all_workers_raise(options: Any) -> None:
     def work(rank: int, share: LocalExchange) -> Any:
         params = tensors()
         bad = tensors(rank)
@@ -119,13 +177,14 @@ def test_what_the_leader_s_step_raises_all_workers_raise() -> None:
         with pytest.raises(gw.NonFiniteUpdate, match="1"):
             share.step(bad, params)
         good = share.step(tensors(5), params)
-        return params, good.step
+        return share.shared(params), good.step, state_of_leader(share)
 
-    outcomes, enc = run_team(work, 2, reduction="sum")
-    assert [step for _, step in outcomes] == [0, 0]
+    outcomes, _ = run_team(work, 2, reduction="sum", **options)
+    assert [step for _, step, _ in outcomes] == [0, 0]
     put_in = flat(tensors(0)) + flat(tensors(1)) + 2 * flat(tensors(5))
     put_in[0] = 2 * flat(tensors(5))[0]
-    np.testing.assert_array_equal(flat(outcomes[0][0]) + enc.residual, put_in)
+    residual = outcomes[0][2]["encoders"][0]["residual"]
+    np.testing.assert_array_equal(flat(outcomes[0][0]) + residual, put_in)
 
 
 def test_every_worker_knows_what_the_machine_has_sent() -> None:
@@ -152,11 +211,20 @@ def test_a_worker_that_does_not_come_is_missed_by_the_others() -> None:
             lead.step(tensors(1), tensors())
 
 
+@residuals
 @pytest.mark.parametrize("topology", ["mesh", "sharded"])
-def test_machines_send_one_update_each_whatever_their_workers(topology: Any) -> None:
+def test_machines_send_one_update_each_whatever_their_workers(topology: Any, options: Any) -> None:
+    keeps = options.get("keeps_residual", True)
+    exchange_options: Any = {
+        "reduction": "sum",
+        "min_peers": 1,
+        "topology": topology,
+        "apply_residual": bool(options),
+    }
+
     def machine(node: gw.Node, workers: int) -> Any:
-        enc = gw.Encoder(NUMEL, gw.FixedThreshold(THRESHOLD))
-        exchange = gw.Exchange(enc, node, reduction="sum", min_peers=1, topology=topology)
+        enc = gw.Encoder(NUMEL, gw.FixedThreshold(THRESHOLD), keeps_residual=keeps)
+        exchange = gw.Exchange(enc, node, **exchange_options)
         with (
             team(workers, exchange, reduction="sum") as shares,
             ThreadPoolExecutor(workers) as pool,
@@ -166,11 +234,12 @@ def test_machines_send_one_update_each_whatever_their_workers(topology: Any) -> 
                 params = tensors()
                 for step in range(6):
                     shares[rank].step(tensors(1000 * workers + 100 * rank + step), params)
-                return params
+                return shares[rank].shared(params)
 
             found = list(pool.map(work, range(workers)))
-            kept = enc.residual.astype(np.float64)
-            add_owner_state(exchange.state_dict().get("owner"), [kept], 1.0)
+            state = exchange.state_dict()
+            kept = state["encoders"][0]["residual"].astype(np.float64)
+            add_owner_state(state.get("owner"), [kept], 1.0)
         return found, kept, node.stats().messages_sent
 
     with (
@@ -250,7 +319,16 @@ def test_a_call_without_parameters_needs_the_team_s(name: str) -> None:
         assert share.wait_for_peers() == ()
 
 
-@pytest.mark.parametrize("options", [{}, {"apply_residual": True}, {"every": 2}, {"overlap": 1}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        *RESIDUALS.values(),
+        {"every": 2},
+        {"overlap": 1},
+        {"every": 2, "apply_residual": True, "keeps_residual": False},
+    ],
+    ids=str,
+)
 def test_a_worker_asks_what_it_would_ask_of_an_exchange(options: Any) -> None:
     def work(rank: int, share: LocalExchange) -> Any:
         params = tensors()

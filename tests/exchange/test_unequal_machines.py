@@ -32,7 +32,9 @@ def train(
 ) -> tuple[list[float], int]:
     """Train as the node of a machine whose workers' updates have this mean; return the shared value of every step."""
     options = {"codec": "dense", "topology": "mesh", **options}
-    share = gw.Exchange(gw.Encoder(NUMEL, 1.0, dtype="float64"), node, digest_s=0.0, **options)
+    keeps = options.pop("keeps_residual", True)
+    enc = gw.Encoder(NUMEL, 1.0, dtype="float64", keeps_residual=keeps)
+    share = gw.Exchange(enc, node, digest_s=0.0, **options)
     share.set_team(workers, sends_mean=True)
     params = np.zeros(NUMEL)
     share.join(params)
@@ -67,6 +69,7 @@ def train(
         {},
         {"topology": "sharded"},
         {"apply_residual": True},
+        {"apply_residual": True, "keeps_residual": False},
         {"topology": "sharded", "apply_residual": True, "overlap": 1},
         {"every": 2, "apply_residual": True},
         {"every": 2, "topology": "sharded"},

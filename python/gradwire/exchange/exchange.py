@@ -347,21 +347,21 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
             TypeError, ValueError: the first step's parameters or an update do not fit the encoders; nothing was taken.
             Diverged: the step is done, and most others turned out to hold other parameters; see ``resync``.
         """
+        if update is None and not (self._options.every == 1 and self._groups.keeps_residuals):
+            raise ValueError(
+                "local steps, and encoders that keep no residual, need the update: it cannot be in the residual"
+            )
         if self._replica.shared and update is not None:
             self.note_written(params)
         finished = self._begin(params, optimizer_state)
         # Local steps change the parameters at once, so the update of the exchange is what the parameters have moved by.
         if self._options.every > 1:
-            if update is None:
-                raise ValueError("local steps need the update; it cannot be in the residual")
             self._replica.add_local_step(update, params)
             return self._local_step(params, finished)
         if self._options.apply_residual:
             self._replica.copy_shared(params)
         elif self._replica.shared:
             self._replica.drop_shared()
-        if not self._groups.keeps_residuals:
-            self._replica.make_residual(params)
         result = self._step.take_step(update, params, self._optimizer_state)
         self._end_step(result, params)
         return result or finished or StepResult(step=self.next_step)
@@ -599,7 +599,9 @@ def hand_over(
         )
     finished = exchange._begin(params, optimizer_state)
     exchange._start.hold_introductions(exchange._replica.step)
-    if update is not None:
+    if update is not None and exchange._replica.is_difference:
+        exchange._replica.add_update(update, params, exchange._membership.weight)
+    elif update is not None:
         exchange._replica.add_local_step(update, params)
     result = exchange._local_step(params, finished, sends=True)
     result = exchange._finish_earlier(params) or result

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .. import clock
 from ..agreement import Agreement, sample_of
@@ -75,6 +76,9 @@ _PAUSE_S = 0.00005
 _PAUSE_MAX_S = 0.002
 _LOOK_S = 0.1
 _WARN_S = 60.0  # after which a late worker is named in the log
+
+# Elements that are added together: they stay in a processor's cache, and need no memory of the arrays' size.
+_BLOCK_NUMEL = 1 << 16
 
 _Result = TypeVar("_Result")
 
@@ -186,7 +190,7 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
         arrays = writable_views(params)
         layout = layout_of(arrays)
         if self.rank == 0:
-            nbytes = self._arrays_at + (3 + self.workers) * span(layout)
+            nbytes = self._arrays_at + (2 + self.workers) * span(layout)
             file = SharedFile.host(
                 self._path,
                 self._lock,
@@ -236,10 +240,11 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
         self._rows = file.data[:nbytes].view(np.uint64).reshape(_ROWS, -1)
         self._outcome_buffer = file.data[aligned(nbytes) : self._arrays_at]
         layout = file.document[1]
-        self.params, self.shared, self.total, *self._slots = (
+        self.params, self.shared, *self._slots = (
             arrays_at(file.data, self._arrays_at + index * span(layout), layout)
-            for index in range(3 + self.workers)
+            for index in range(2 + self.workers)
         )
+        self.total = self._slots[0]  # the sum of all updates takes the place of the leader's
 
     def lead(self, exchange: Exchange) -> LocalExchange:
         """Return the exchange of rank 0."""
@@ -282,20 +287,12 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
 
     # ---- one call of all workers -------------------------------------------------------------------------------------
 
-    def put_update(self, update: Arrays, before: Arrays | None = None) -> None:
-        """Leave this worker's update for the next call; with ``before`` the difference of the two."""
-        for index, slot in enumerate(self._slots[self.rank]):
-            values = update[index].reshape(slot.shape)
-            if before:
-                np.subtract(values, before[index], out=slot, casting="same_kind")
-            else:
-                np.copyto(slot, values, casting="same_kind")
-
     def begin_call(
         self,
         call: int,
+        update: Arrays | None,
+        before: Arrays | None = None,
         *,
-        has_update: bool,
         is_new: bool,
         begins_at: int = 0,
         written: int = 0,
@@ -304,7 +301,8 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
 
         Args:
             call: number of this worker's next call.
-            has_update: whether this worker has put an update.
+            update: this worker's, unchanged until this returns; None: the action of the call needs none.
+            before: what the update is to be the difference to; None: nothing.
             is_new: whether this is this worker's first call.
             begins_at: number of the training's step at this worker's first call.
             written: digest of the parameters that the caller has written since the last call; 0: none.
@@ -316,11 +314,13 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
         rows = self._rows
         words = self._words
         rank = self.rank
+        if update is not None:
+            _put_update(self._slots[rank], update, before)
         # The order of stores is the protocol: first the update, then the words that describe it, then the word that
         # others wait for. The fences keep compiler and processor from changing that order.
         while True:
             fence()
-            rows[_WEIGHT, rank] = has_update
+            rows[_WEIGHT, rank] = update is not None
             rows[_IS_NEW, rank] = is_new
             rows[_BEGINS_AT, rank] = begins_at
             rows[_HAS_LEFT, rank] = 0
@@ -328,7 +328,7 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
             rows[_ARRIVED, rank] = call
             if self.rank == 0:
                 self._gather(call)
-                words[HAS_UPDATES] = has_update
+                words[HAS_UPDATES] = update is not None
                 fence()
                 words[STARTED] = call
             else:
@@ -348,15 +348,19 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
         rows[_REDUCED, rank] = call
         if self.rank == 0:
             # The leader alone waits for all shares: it reads the whole sum next.
-            for other in np.flatnonzero(rows[_TAKES_PART]).tolist():
+            members = np.flatnonzero(rows[_TAKES_PART])
+            for other in members.tolist():
                 self._wait(
                     lambda rank=other: rows[_REDUCED, rank] == call,  # type: ignore[misc]
                     (other,),
                     is_needed=False,
                 )
-                if rows[_REDUCED, other] != call and words[HAS_UPDATES]:
-                    self._reduce(other)  # the update of a worker that has just died is complete
             fence()
+            if update is not None and (rows[_REDUCED, members] != call).any():
+                # The update of a worker that has just died is complete, but its share of the sum may be half done.
+                _put_update(self.total, update, before)
+                for other in members.tolist():
+                    self._reduce(other)
         return call
 
     def end_call(self, call: int) -> None:
@@ -369,9 +373,9 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
         fence()
 
     @property
-    def updates(self) -> list[Arrays]:
-        """The updates of the workers that take part in this call, by rank; valid until the call ends."""
-        return [self._slots[rank] for rank in self.senders]
+    def others_updates(self) -> list[Arrays]:
+        """The updates of the other workers that take part in this call, by rank; valid until the call ends."""
+        return [self._slots[rank] for rank in self.senders if rank]
 
     @property
     def has_newcomers(self) -> bool:
@@ -412,7 +416,7 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
 
     @property
     def senders(self) -> list[int]:
-        """The workers with an update in this call."""
+        """The workers with an update in this call, of which the leader is the first if there is a sum."""
         return [int(rank) for rank in np.flatnonzero(self._rows[_TAKES_PART] & self._rows[_WEIGHT])]
 
     def adopt_written(self, values: Arrays) -> bool:
@@ -427,22 +431,19 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
         return True
 
     def _reduce(self, rank: int) -> None:
-        """Sum one worker's part of the elements, over all updates in the order of the ranks."""
+        """Add one worker's part of the elements of the other updates to the leader's, in the order of the ranks."""
         members = np.flatnonzero(self._rows[_TAKES_PART]).tolist()
-        senders = self.senders
-        factor = 1.0 / len(senders) if self.reduction == "mean" else 1.0
+        others = self.others_updates
+        factor = 1.0 / (1 + len(others)) if self.reduction == "mean" else 1.0
         position = members.index(rank)
         for index, total in enumerate(self.total):
             flat = total.reshape(-1)
-            first = flat.size * position // len(members)
             last = flat.size * (position + 1) // len(members)
-            part = flat[first:last]
-            scale = flat.dtype.type(factor)
-            # In the order of the ranks, whoever sums: the bits of the sum do not depend on who has died.
-            part[:] = 0.0
-            for sender in senders:
-                update = self._slots[sender][index].reshape(-1)[first:last]
-                np.add(part, update * scale if factor != 1.0 else update, out=part)
+            for begin in range(flat.size * position // len(members), last, _BLOCK_NUMEL):
+                block = slice(begin, min(begin + _BLOCK_NUMEL, last))
+                parts = [update[index].reshape(-1)[block] for update in others]
+                # In the order of the ranks, whoever sums: the bits of the sum do not depend on who has died.
+                _add_up(flat[block], parts, flat.dtype.type(factor))
 
     def _path_of(self, rank: int) -> Path:
         """Return the file whose lock a worker holds; rank 0's is the memory."""
@@ -568,6 +569,7 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
         self._call: int | None = None
         self._outcome: _Outcome | None = None  # of the last call
         self._equalizes = False
+        self._sample: Any = None  # of the leader's update in this call
         self.agreement = Agreement() if exchange is None else exchange.agreement
         self._written: Arrays = []  # by the caller, since the last call
         self._loaded_step = (
@@ -693,7 +695,8 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
     def _lead_step(self, lead: Exchange, optimizer_state: OptimizerState) -> StepResult:
         # Workers have gradients of their own, so their updates count one by one.
         if lead.agreement.is_due():
-            lead.agreement.measure(lead.next_step, map(sample_of, self.team.updates))
+            samples = [self._sample, *map(sample_of, self.team.others_updates)]
+            lead.agreement.measure(lead.next_step, samples)
         return lead.step(self.team.total, self.team.params, optimizer_state)
 
     def catch_up(self, params: Any, timeout_s: float = 0.0) -> int:
@@ -721,7 +724,7 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
 
     def state_dict(self, params: Any = None) -> dict[str, Any]:  # noqa: ARG002  (as Exchange.state_dict)
         """See `Exchange.state_dict`: the leader's; of the others only the number of the next step."""
-        # The machine's updates go to the residual and not through the parameters, so the residual is kept bit for bit.
+        # The exchange knows the team's parameters, which hold its residual; every worker's are the same.
         if self.exchange is not None:
             return self.exchange.state_dict()
         resume_number = self._loaded_step if self._outcome is None else self._outcome.resume_number
@@ -776,15 +779,18 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
             team.attach(params)
         if not team.is_attached:
             raise RuntimeError("the team has no parameters yet: call join or step first")
+        before = team.params if has_moved else None
         if update is not None:
             self._check_sizes(update)
-            team.put_update(update, team.params if has_moved else None)
+            if self.exchange is not None and self.agreement.is_due():
+                self._sample = sample_of(update) - (sample_of(before) if before else 0.0)
         # A worker that takes the place of a dead one begins with whatever the others do, without an update.
         last_call = team.started_call if self._call is None else self._call
         written = int(digest_of(self._written), 16) if self._written else 0
         call = team.begin_call(
             last_call + 1,
-            has_update=update is not None,
+            update,
+            before,
             is_new=self._call is None,
             begins_at=self.step_number,
             written=written,
@@ -898,6 +904,27 @@ def take_over(exchange: AnyExchange, before: AnyExchange, added: Sequence[Any]) 
             single.take_over(exchange.exchange, before.exchange, added)
         exchange._loaded_step = before.step_number
         before.team.close()
+
+
+def _put_update(slots: Arrays, update: Arrays, before: Arrays | None) -> None:
+    """Write a worker's update to its place in the memory; with ``before`` the difference of the two."""
+    for index, slot in enumerate(slots):
+        values = update[index].reshape(slot.shape)
+        if before:
+            np.subtract(values, before[index], out=slot, casting="same_kind")
+        else:
+            np.copyto(slot, values, casting="same_kind")
+
+
+def _add_up(total: NDArray[Any], updates: Sequence[NDArray[Any]], factor: Any) -> None:
+    """Add updates to a total in place, all times a factor."""
+    if factor == 1.0:
+        for update in updates:
+            total += update
+        return
+    total *= factor
+    for update in updates:
+        total += update * factor
 
 
 def _check_workers(team: LocalTeam, *, begins: bool) -> None:

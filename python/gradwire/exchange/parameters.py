@@ -13,6 +13,7 @@ from ..agreement import sample_beside, sample_of
 from ..arrays import (
     Arrays,
     add,
+    add_finite,
     copies,
     device_of,
     difference,
@@ -27,6 +28,7 @@ from ..arrays import (
     writable_views,
     zeros_like,
 )
+from ..errors import NonFiniteUpdate
 from ..message import Message, apply_many, apply_to_both, apply_with_momentum
 from .groups import Groups
 
@@ -236,6 +238,22 @@ class SharedCopy:
         self.copy_shared(params)
         add(writable_views(params), views(update))
 
+    def add_update(self, update: Any, params: Any, weight: float) -> None:
+        """Let the caller's parameters hold its update, times a factor, which are to be encoded without a residual.
+
+        Raises:
+            NonFiniteUpdate: only the finite part was added.
+            TypeError, ValueError: the update does not fit; nothing was added.
+        """
+        count, first = add_finite(writable_views(params), views(update), weight)
+        if count:
+            raise NonFiniteUpdate(
+                f"{count} elements of the update are not finite, the first at index {first}; nothing was sent and the "
+                "finite part is in the parameters: mend the update",
+                count,
+                first,
+            )
+
     def copy_shared(self, params: Any) -> None:
         """Make the shared copy from ``params``, unless there is one already; keep it where the parameters are."""
         self.shared = placed(self.shared or copies(writable_views(params)), params)
@@ -350,12 +368,12 @@ class SharedCopy:
         arrays = writable_views(params)
         if not self.shared or self.local_steps:
             return [True] * len(arrays)
-        if not self._applies_residual:
-            return self._as_shared(arrays)
         if self.is_difference:
             if not self._left or self._is_sampled_as(arrays):
                 return [True] * len(arrays)
             return [now == left for now, left in zip(_fingerprint(params), self._left, strict=True)]
+        if not self._applies_residual or not self.groups.has_residuals:
+            return self._as_shared(arrays)
         # Where a large quantum was added and taken away again, rounding is relative to the quantum; where the residual
         # is larger than the shared parameters, relative to the residual.
         quantum = max((encoder.threshold for encoder in self.groups.encoders), default=0.0)

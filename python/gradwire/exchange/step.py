@@ -87,18 +87,25 @@ class Step:
         if replica.agreement.is_on or replica.agreement.limits_norms:
             weight *= self._compare(update, params)
         before = None
-        if has_moved:
-            update, before = replica.local_delta(params, weight)
-        elif weight != 1.0:
-            update = self._weighed(update, weight)
+        # Without a residual an update goes into the parameters first, which differ from the shared ones by both then.
+        is_held = has_moved or not replica.groups.keeps_residuals
         try:
+            if not has_moved and is_held:
+                replica.add_update(update, params, weight)
+                update, before = replica.local_delta(params)
+            elif has_moved:
+                update, before = replica.local_delta(params, weight)
+            elif weight != 1.0:
+                update = self._weighed(update, weight)
             pending = replica.encode(update, codec, before)
         except NonFiniteUpdate:
-            # The caller's optimiser has moved the parameters already; they must not stay NaN.
-            if has_moved:
+            # The parameters have moved already, and must not stay NaN; or they lack the finite part.
+            if is_held:
                 replica.reject(params)
+            elif replica.applies_residual:
+                replica.write_params(params)
             raise
-        replica.hold(pending, params, begin_s, has_moved=has_moved, wait_s=room_s)
+        replica.hold(pending, params, begin_s, has_moved=is_held, wait_s=room_s)
         if self._options.overlap:
             # The message leaves now and the next call waits for the others', so they travel while the caller computes.
             begin_s = clock.now_s()
@@ -111,7 +118,7 @@ class Step:
         if has_moved and self._membership.weight != 1.0:
             # It tells apart what the next step will move, which is to be weighed.
             replica.make_residual(params)
-        elif has_moved:
+        elif is_held:
             samples = replica.agreement.is_on or replica.agreement.limits_norms
             replica.drop_residual(params, samples=samples)
         return result

@@ -118,7 +118,6 @@ def share(
     maker = TrainingMaker(
         density,
         is_adaptive=judgement.is_adaptive,
-        moves=True,
         node=node,
         team=team,
         shakeup=shakeup,

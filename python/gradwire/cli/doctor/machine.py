@@ -209,7 +209,7 @@ def check_shared_memory(usage: Usage, space: tuple[int, int, int]) -> Check:
             "# as any new team, model or feed does"
         )
     if total_bytes < SHARED_MEMORY_MIN_BYTES:
-        helps.append("docker run --shm-size=8g   # a team of n needs 4 (3 + n) bytes a parameter")
+        helps.append("docker run --shm-size=8g   # a team of n needs 4 (2 + n) bytes a parameter")
     return slow_if(bool(helps), "shared memory", says, *helps)
 
 
