@@ -859,6 +859,35 @@ def test_a_worker_with_a_mistake_ends_nothing(
     assert cluster.host(node=node, path=tmp_path / "checkpoint").version == 1
 
 
+@pytest.mark.parametrize("kind", [coprocessor._Kind[name] for name in ("WELCOME", "STATUS", "END")])
+@pytest.mark.parametrize(
+    "payload",
+    [b"", *(pack(0, 5, body=body)[1] for body in (b"", b"[]", b'{"format":1,"layout":[]}'))],
+)
+def test_a_worker_that_does_not_know_its_host_yet_takes_no_other_worker_for_it(
+    cluster: Cluster, kind: int, payload: bytes
+) -> None:
+    host = cluster.host()
+    node, wrong = cluster.node(host.node.address), cluster.node(host.node.address)
+    wrong.wait_for_peers(2, timeout_s=20.0)
+    wrong.publish(payload, tag=kind)
+    assert wrong.drain(20.0)
+    worker = cluster.run(host, lambda: Worker(node, arrays(), threshold=0.5, timeout_s=20.0))
+    assert not worker.is_finished
+    worker.send(np.ones(NUMEL, np.float32))
+    reach(host, 1)
+
+
+def test_a_worker_that_comes_to_the_end_is_told_so(cluster: Cluster) -> None:
+    host = cluster.host()
+    node = cluster.node(host.node.address)
+    node.wait_for_peers(1, timeout_s=20.0)
+    host.node.wait_for_peers(1, timeout_s=20.0)
+    host.finish()
+    with pytest.raises(gw.GradwireError, match="ended before this worker could take part"):
+        Worker(node, timeout_s=20.0)
+
+
 # ---- unsuitable arguments --------------------------------------------------------------------------------------------
 
 

@@ -74,7 +74,7 @@ class _Kind(enum.IntEnum):
     GRADIENT = 3  # for this version: its number, that of the gradient before it; the gradient
     ASK = 4  # of a worker, for a status
     STATUS = 5  # last gradient taken, saved, refused; the next part or change of the replica
-    END = 6  # of the training
+    END = 6  # of the training; the host's name and layout
     SLICE = 7  # of a large gradient
 
 
@@ -387,11 +387,8 @@ class Host(AbstractContextManager["Host"]):
         for peer, (run, kind) in self._answers.items():
             status = (run.taken, run.saved, run.refused)
             if kind == _Kind.HELLO:
-                name = self._model.name if self._model else None
-                document = {"format": _FORMAT, "name": name, "layout": self._layout[1:]}
-                document["slice_bytes"] = slice_bytes_of(self.node, _WHO)
-                body = json.dumps(document).encode()
-                _publish(self.node, peer, _Kind.WELCOME, (run.id, self.version, *status), body)
+                numbers = (run.id, self.version, *status)
+                _publish(self.node, peer, _Kind.WELCOME, numbers, self._describe())
             elif not run.has_replica:
                 _publish(self.node, peer, _Kind.STATUS, (run.id, self.version, *status))
             else:
@@ -405,6 +402,13 @@ class Host(AbstractContextManager["Host"]):
                 self._replicas[peer] = replica
                 self._send(replica)
         self._answers = later
+
+    def _describe(self) -> bytes:
+        """Return the document by which workers know their host."""
+        name = self._model.name if self._model else None
+        document = {"format": _FORMAT, "name": name, "layout": self._layout[1:]}
+        document["slice_bytes"] = slice_bytes_of(self.node, _WHO)
+        return json.dumps(document).encode()
 
     def _send(self, replica: _Replica) -> bool:
         """Send a worker's answer, or the rest of it, as far as there is space; return whether all of it is sent."""
@@ -481,10 +485,11 @@ class Host(AbstractContextManager["Host"]):
         if self._model is not None:
             self._model.finish()
         self._answer()
-        # Also to those that are about to take part.
-        if _publish(self.node, None, _Kind.END) is None:
+        # Also to those that are about to take part, and do not know their host yet.
+        end = (self.node, None, _Kind.END, (), self._describe())
+        if _publish(*end) is None:
             self.node.drain(_DRAIN_S)
-            _publish(self.node, None, _Kind.END)
+            _publish(*end)
 
     def close(self) -> None:
         """End the hosting; workers wait for another host unless the training is finished."""
@@ -701,18 +706,33 @@ class Worker(AbstractContextManager["Worker"]):
 
     def _take(self, peer: Peer, kind: int, payload: memoryview) -> None:
         # Other workers are peers, too: with messages for the host, or with a mistake.
-        is_host = self._host in (None, peer) or self._host not in self.node.peers
-        if kind not in (_Kind.WELCOME, _Kind.STATUS, _Kind.END) or not is_host:
+        may_be_host = self._host in (None, peer) or self._host not in self.node.peers
+        is_readable = peer == self._host or len(payload) >= _HEADER.size
+        if (
+            kind not in (_Kind.WELCOME, _Kind.STATUS, _Kind.END)
+            or not may_be_host
+            or not is_readable
+        ):
             return
+        body = payload[_HEADER.size :]
         if kind == _Kind.END:
-            self.is_finished = True
+            self.is_finished = self.is_finished or peer == self._host or self._is_host(body)
             return
         run, version, *status = _HEADER.unpack_from(payload)
-        body = payload[_HEADER.size :]
         if kind == _Kind.WELCOME and run == self._run:
             self._enter(peer, version, status, json.loads(bytes(body)))
         elif kind == _Kind.STATUS and run == self._run and peer == self._host:
             self._follow(version, status, body)
+
+    def _is_host(self, body: memoryview) -> bool:
+        """Return whether this describes a host of this worker."""
+        try:
+            document = json.loads(bytes(body))
+            check_format(document, _FORMAT)
+            expected = layouts(self.params or self._given) or document["layout"]
+            return document["layout"] == expected and self.name in (None, document["name"])
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
+            return False
 
     def _enter(self, host: Peer, version: int, status: list[int], document: Any) -> None:
         """Begin with a host, or begin again after it was restarted or the connection was lost."""
