@@ -1,4 +1,4 @@
-"""Real nodes whose start somebody disturbs with a few datagrams, and nodes whose I/O thread fails."""
+"""Real nodes whose start somebody disturbs with a few datagrams, and nodes that fail inside."""
 
 from __future__ import annotations
 
@@ -125,6 +125,42 @@ def test_a_failure_of_the_io_thread_closes_the_node_with_its_cause(
         node.publish(b"more")
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     assert node.close() == []
+
+
+@pytest.mark.parametrize("method", ["receive", "transmit"])
+@pytest.mark.parametrize("call", ["publish", "receive", "wait_for_peers"])
+def test_a_failure_in_a_caller_s_thread_ends_the_node_for_its_peers_as_well(
+    method: str, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = gw.transport.Limits(heartbeat_s=0.05, down_s=0.5)
+    with (
+        gw.Node("127.0.0.1:0", secret=SECRET, limits=limits) as peer,
+        gw.Node("127.0.0.1:0", [peer.address], secret=SECRET, limits=limits) as node,
+    ):
+        assert node.wait_for_peers(1, timeout_s=10.0) == (peer.peer,)
+        assert peer.wait_for_peers(1, timeout_s=10.0) == (node.peer,)
+        move = getattr(node._driver, method)
+
+        def fail(endpoint: Endpoint) -> float:
+            if threading.current_thread() is threading.main_thread():
+                raise ZeroDivisionError("a bug")
+            return move(endpoint)
+
+        monkeypatch.setattr(node._driver, method, fail)
+        arguments = {"publish": (b"1",), "wait_for_peers": (2, 5.0)}
+
+        def call_until_a_datagram_comes() -> None:
+            for _ in range(10_000):
+                getattr(node, call)(*arguments.get(call, ()))
+
+        with pytest.raises(gw.Closed, match="a bug") as caught:
+            call_until_a_datagram_comes()
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
+        end_s = time.monotonic() + 10.0
+        while peer.peers and time.monotonic() < end_s:
+            peer.receive(0.05)
+        assert peer.peers == ()
+        node.close()
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.1.1"])

@@ -123,7 +123,7 @@ class Node(NotCopied, instead="make a node in every process that has one"):
         self._close_lock = threading.Lock()
         self._process = os.getpid()
         self._is_closed = False
-        self._failure: Exception | None = None  # of the I/O thread
+        self._failure: Exception | None = None  # an internal error
         self._sleeps_until_s = 0.0
         for seed in seeds:
             self._connect(seed)
@@ -265,7 +265,7 @@ class Node(NotCopied, instead="make a node in every process that has one"):
             WouldBlock: the send log is full: some peer has not acknowledged enough.
             NotConnected: ``to`` is not connected.
             TooLarge: larger than ``limits.message_bytes_max``.
-            Closed: the node has been closed, or its I/O thread has failed.
+            Closed: the node has been closed, or has failed.
         """
         if not 0 <= operator.index(tag) < 1 << 64:
             raise ValueError(f"tag is {tag}; it must fit 64 bits unsigned")
@@ -277,17 +277,15 @@ class Node(NotCopied, instead="make a node in every process that has one"):
             if not self._endpoint.has_room(len(payload)):
                 self._pump()  # acknowledgements may be waiting in the socket
             ticket = self._endpoint.publish(payload, tag, to, now_s())
-            self._driver.receive(self._endpoint)  # ACKs that make the message leave sooner
-            self._transmit()
+            self._pump(sends=True)  # ACKs make the message leave sooner
         return ticket
 
     def has_room(self, nbytes: int) -> bool:
         """Return whether `publish` would take a message of this size now instead of raising `WouldBlock`."""
         self._check_open()
         with self._lock:
-            if self._endpoint.has_room(nbytes):
-                return True
-            self._pump()
+            if not self._endpoint.has_room(nbytes):
+                self._pump()
             return self._endpoint.has_room(nbytes)
 
     def receive(self, timeout_s: float = 0.0) -> list[Received]:
@@ -301,7 +299,7 @@ class Node(NotCopied, instead="make a node in every process that has one"):
             has_waiting = self._endpoint.budget.has_waiting
             messages = self._endpoint.take_messages(now_s())
             if has_waiting:
-                self._transmit()  # the messages taken make space, which renews the senders' credit
+                self._pump(sends=True)  # the space of the messages renews the senders' credit
         return messages
 
     def drain(self, timeout_s: float) -> bool:
@@ -325,12 +323,12 @@ class Node(NotCopied, instead="make a node in every process that has one"):
         with self._lock:
             self._endpoint.refuse_messages()
             released = -1
-            with suppress(Closed):  # the I/O thread has failed: nothing can be delivered any more
+            undelivered = self._endpoint.undelivered()
+            with suppress(Closed):  # the node has failed: nothing can be delivered any more
                 while not self._wait_for(lambda: self._endpoint.is_drained, timeout_s):
                     if not timeout_s or released == (released := self._endpoint.log.base):
                         break
-            undelivered = self._endpoint.undelivered()
-            with suppress(Closed):
+                undelivered = self._endpoint.undelivered()
                 self._endpoint.close(now_s())
                 linger_s = max(0.05, min(end_s - now_s(), CLOSE_LINGER_S))
                 self._wait_for(lambda: self._endpoint.is_closed, linger_s)
@@ -364,17 +362,27 @@ class Node(NotCopied, instead="make a node in every process that has one"):
         self._check_open()
         return is_done()
 
-    def _pump(self) -> None:
-        if self._driver.receive(self._endpoint):
-            self._transmit()
+    def _move(self, *, sends: bool) -> float | None:
+        """Receive, then send what may leave now, and return when to do so again; None: there was nothing to do."""
+        try:
+            if not self._driver.receive(self._endpoint) and not sends:
+                return None
+            due_s = self._driver.transmit(self._endpoint)
+            self._notify()
+        except Exception as error:  # in any thread: a broken state must not seem to live
+            logger.exception("the node at %s has failed", self.address)
+            self._failure = error
+            self._changed.notify_all()
+            return 0.0
+        return due_s
 
-    def _transmit(self) -> None:
-        """Send what may leave now, and wake the I/O thread if it would sleep past the next timer."""
-        due_s = self._driver.transmit(self._endpoint)
-        if due_s < self._sleeps_until_s - TICK_S or self._driver.unsent:
+    def _pump(self, *, sends: bool = False) -> None:
+        """Move datagrams, and wake the I/O thread if it would sleep past the next timer."""
+        due_s = self._move(sends=sends)
+        if due_s is not None and (due_s < self._sleeps_until_s - TICK_S or self._driver.unsent):
             self._sleeps_until_s = due_s
             self._driver.wake()
-        self._notify()
+        self._check_open()
 
     def _notify(self) -> None:
         if any(is_done() for is_done in self._awaited):
@@ -382,25 +390,17 @@ class Node(NotCopied, instead="make a node in every process that has one"):
 
     def _run(self) -> None:
         """Serve acknowledgements, timers and arrivals while the callers compute (the I/O thread)."""
-        try:
-            while True:
-                with self._lock:
-                    if self._is_closed:
-                        return
-                    self._driver.receive(self._endpoint)
-                    until_s = self._sleeps_until_s = self._driver.transmit(self._endpoint)
-                    self._notify()
-                self._driver.wait(until_s)
-        except Exception as error:
-            logger.exception("the I/O thread of the node at %s has failed", self.address)
+        while True:
             with self._lock:
-                self._failure = error
-                self._changed.notify_all()
+                if self._is_closed or self._failure is not None:
+                    return
+                until_s = self._sleeps_until_s = self._move(sends=True) or 0.0
+            self._driver.wait(until_s)
 
     def _check_open(self) -> None:
         self._check_process()
         if self._failure is not None:
-            raise Closed(f"the node's I/O thread has failed: {self._failure!r}") from self._failure
+            raise Closed(f"the node has failed: {self._failure!r}") from self._failure
         if self._is_closed:
             raise Closed("the node is closed")
 
