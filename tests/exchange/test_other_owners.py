@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import gradwire as gw
+from gradwire.errors import Mismatch
 from gradwire.exchange.owner import can_be_of_same_owners
 from gradwire.exchange.protocol import TAG_NUMBERS, NodeRun, PartUpdate, run_of
 
@@ -137,12 +138,16 @@ def test_half_of_the_nodes_join_the_half_with_the_lowest_id(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", seeds(2))
 @pytest.mark.parametrize("lie", [more_parts, another_place, nothing])
-def test_a_node_that_always_claims_another_part_ends_nobody(lie: Any, seed: int) -> None:
+def test_a_node_that_always_claims_another_part_is_excluded_by_all(lie: Any, seed: int) -> None:
     with cluster(seed) as world:
         honest = [Trainer(world, node_id, 25, min_peers=2) for node_id in IDS[1:3]]
         liar = Trainer(world, 10, 1_000_000, min_peers=2)
         lie_in(liar, range(6, 1_000_000), lie)
-        world.run(until=lambda: all(each.is_done for each in honest))
+        with pytest.raises(Mismatch, match="takes no more messages of this node"):
+            world.run()
+        assert liar.worker.error is not None
+        world.kill(liar.node)
+        world.run()
     assert_identical(honest)
     assert those_who_joined_again(honest) == []
 

@@ -39,6 +39,21 @@ def at_the_start(world: Cluster, how: Any) -> list[Trainer]:
     return trainers
 
 
+def of_the_lowest(world: Cluster, how: Any) -> list[Trainer]:
+    how = {"start_timeout_s": 1_000.0, **how}
+    trainers = [trainer(world, node_id, 2, how) for node_id in (10, 20, 30)]
+    block(world, trainers[0].node, trainers[2].node)
+    return trainers
+
+
+def of_the_lowest_and_two(world: Cluster, how: Any) -> list[Trainer]:
+    how = {"start_timeout_s": 1_000.0, **how}
+    trainers = [trainer(world, node_id, 3, how) for node_id in (10, 20, 30, 40)]
+    for other in world.random.sample(trainers[1:], 2):
+        block(world, trainers[0].node, other.node)
+    return trainers
+
+
 def in_the_middle(world: Cluster, how: Any) -> list[Trainer]:
     trainers = [trainer(world, node_id, 2, how) for node_id in (10, 20, 30)]
     world.run(until=lambda: len(trainers[0].results) > 5)
@@ -73,7 +88,16 @@ def of_two_newcomers(world: Cluster, how: Any) -> list[Trainer]:
 @pytest.mark.parametrize("seed", seeds(1))
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    "break_network", [at_the_start, in_the_middle, among_four, of_a_newcomer, of_two_newcomers]
+    "break_network",
+    [
+        at_the_start,
+        of_the_lowest,
+        of_the_lowest_and_two,
+        in_the_middle,
+        among_four,
+        of_a_newcomer,
+        of_two_newcomers,
+    ],
 )
 def test_all_but_one_of_two_nodes_that_cannot_reach_each_other_go_on(
     break_network: Any, way: str, seed: int

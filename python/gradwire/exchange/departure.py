@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from .. import clock
-from ..errors import Mismatch, PeerLost
+from ..errors import MessageError, Mismatch, PeerLost
 from .membership import Membership, Router
 from .options import Options
 from .protocol import (
@@ -45,6 +45,10 @@ _ALL_LEAVE = 1
 # How long a node that was to join sees no member before it goes on, or begins with new nodes.
 _WAIT_S = 2.0
 
+# Refusals of a node's messages after which it is excluded, and the steps after which an earlier refusal does not count.
+_REFUSALS_MAX = 3
+_FORGIVEN_STEPS = 100
+
 # Pause between two looks for asynchronous members that others have and this node does not see, and the number of looks
 # after which a node with a lower id gives way to them.
 _UNSEEN_S = 5.0
@@ -52,6 +56,55 @@ _UNSEEN_LOOKS = 3
 
 # A node, the node that began its training, and the members.
 _Side = tuple[NodeRun, NodeRun, tuple[NodeRun, ...]]
+
+
+class Refusals:
+    """Counts how often this node has refused messages of each node, and how often it was wrong."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+        # By node, this one included: how often, and the step of the last time.
+        self._counts: dict[NodeRun, tuple[int, int]] = {}
+        self._updates: dict[NodeRun, int] = {}  # of departing members: which one was refused
+
+    def add(self, run: NodeRun) -> bool:
+        """Count a refusal of a node's messages; return whether there were several within a short time."""
+        step = self._membership.next_step
+        count, last = self._counts.get(run, (0, step))
+        count = count + 1 if step <= last + _FORGIVEN_STEPS else 1
+        self._counts[run] = count, step
+        return count >= _REFUSALS_MAX
+
+    def note_update(self, run: NodeRun) -> None:
+        """Note that the next update of a node was refused, if that has made it a departing member."""
+        if run in self._membership.departing:
+            self._updates[run] = self._membership.departing[run]
+
+    def forget_updates(self) -> None:
+        """Forget which updates were refused, because this node joins again."""
+        self._updates.clear()
+
+    def take_back(self, report: dict[NodeRun, int]) -> None:
+        """Count a refusal as this node's mistake where another member could use the update.
+
+        Raises:
+            Mismatch: it happens again and again.
+        """
+        membership = self._membership
+        usable = [
+            run
+            for run, step in self._updates.items()
+            if membership.departing.get(run) == step < report.get(run, 0)
+        ]
+        for run in usable:
+            del self._updates[run]
+            self._counts.pop(run, None)
+        if usable and self.add(membership.run):
+            names = membership.introductions.describe(usable)
+            raise Mismatch(
+                f"this node has refused updates of {names} that the others can use, again and again: start it again, "
+                "as the others were started"
+            )
 
 
 class Departure:
@@ -67,9 +120,10 @@ class Departure:
         self._last_report: dict[NodeRun, int] = {}
         self._relayed: set[tuple[NodeRun, int, int, frozenset[NodeRun]]] = set()
         self._on_return: Callable[..., object] = dict  # does nothing, until it is set
+        self._refusals = Refusals(membership)
         router.handle(Kind.REPORT, self._add_report)
         router.handle(Kind.RELAY, self._add_relayed)
-        router.set_exclude(self._exclude)
+        router.set_refuse(self._refuse_message)
 
     def set_on_return(self, on_return: Callable[..., object]) -> None:
         """Call a function for every departed node that has come in again meanwhile; see `Trainings.handle_unknown`."""
@@ -157,25 +211,56 @@ class Departure:
             Mismatch: no other member's arrays fit.
         """
         membership = self._membership
+        introductions = self._introductions
+        incompatible = [run for run in membership.peers if run in introductions.incompatible]
+        excluding = list(filter(introductions.excludes_this_node, incompatible))
+        if excluding:
+            self.rejoin(f"{introductions.describe(excluding)} takes no more messages of this node")
+            return
         # Parameters become known with the first step or join, so a mismatch may show only after the start.
-        incompatible = [run for run in membership.peers if run in self._introductions.incompatible]
         if not incompatible or membership.phase is not Phase.IN:
             return
         if len(incompatible) == len(membership.peers):
-            raise Mismatch(self._introductions.describe_incompatible())
+            raise Mismatch(introductions.describe_incompatible())
         self.suspect(incompatible, "has other arrays")
 
-    def _exclude(self, run: NodeRun, error: str) -> bool:
-        """Go on without a member whose bytes cannot be used, until it is started again; return whether that is so."""
+    def heed_exclusions(self, run: NodeRun, hello: Hello) -> None:
+        """Exclude the nodes that a member has excluded."""
         membership = self._membership
-        # Of two members nobody knows which is wrong, so both shall see the error. To a node that joins, the others'
-        # word counts; without others it sees the error as well.
-        is_member = membership.phase in (Phase.IN, Phase.READY)
-        if membership.phase is Phase.NEW or (is_member and not set(membership.peers) - {run}):
-            return False
-        self._introductions.exclude(run, error)
-        if run in membership.peers:
+        # A node that only some take for a member would hold up all: it needs the word of every member to come in.
+        for other, reason in hello.excluded if run in membership.peers else ():
+            if other != membership.run and not self._introductions.is_excluded(other):
+                self._exclude(
+                    other, f"{self._introductions.name_of(run)} has excluded it: {reason}"
+                )
+
+    def _exclude(self, run: NodeRun, reason: str) -> None:
+        """Go on without a node until it is started again, and tell the others to do the same."""
+        self._introductions.exclude(run, reason)
+        self._router.introduce()
+        if run in self._membership.peers:
             self.suspect([run], "is excluded until it is started again")
+
+    def _refuse_message(self, run: NodeRun, kind: int, error: str) -> bool:
+        """Go on without the sender of a message that cannot be used, and return whether that is so; it may join again.
+
+        If it happens again and again, the sender is excluded.
+        """
+        membership = self._membership
+        if self._refusals.add(run):
+            # Of two members nobody knows which is wrong, so the caller shall see the error. To a node that joins, the
+            # others' word counts.
+            is_member = membership.phase in (Phase.IN, Phase.READY)
+            if is_member and not set(membership.peers) - {run}:
+                return False
+            self._exclude(run, error)
+        elif run in membership.peers:
+            self.suspect([run], f"joins again, because its message is refused: {error}")
+        elif membership.phase in (Phase.NEW, Phase.JOINING):
+            _LOG.warning("a message is ignored: %s", error)
+            membership.expect_updates(run, anew=True)  # what follows has a gap before
+        if kind == Kind.UPDATE:
+            self._refusals.note_update(run)
         return True
 
     def refuse(self, unfit: Sequence[NodeRun], step: int) -> bool:
@@ -193,10 +278,20 @@ class Departure:
         names = self._introductions.describe(unfit)
         why = f"step {step}: the result of {names} is for other owners than this node counts"
         is_outvoted = (-len(unfit), min(unfit)) < (-len(fitting), min(fitting))
+        again = list(filter(self._refusals.add, unfit))
+        # Joining again has not helped, and nobody else can tell which of the two is wrong.
+        if len(again) == len(unfit) and len(fitting) == 1:
+            raise Mismatch(
+                f"{why}, again and again: end the node that is wrong, and start it again"
+            )
         if is_outvoted or membership.phase is not Phase.IN:
             self.rejoin(why)
             return False
         _LOG.warning("%s: the others go on without it", why)
+        for run in again:
+            self._introductions.exclude(run, why)
+        if again:
+            self._router.introduce()
         for run in unfit:
             membership.refuse_from(run, step)
         # Their senders join again when they hear of it. Whoever still agrees on the last updates of one takes the new
@@ -210,6 +305,7 @@ class Departure:
         _LOG.warning("%s: this node joins again", why)
         self._membership.forget_members()
         self._relayed.clear()
+        self._refusals.forget_updates()
         self._router.announce(Phase.JOINING)
 
     # ---- the departed ------------------------------------------------------------------------------------------------
@@ -300,6 +396,8 @@ class Departure:
         # Of this node's updates, if it is reported as gone.
         first_lacking = named.pop(membership.run, None)
         self._reports[reporter] = named
+        if reporter in membership.peers:
+            self._refusals.take_back(named)
         # Three kinds of reporters: one that is no member here, and would wait for this node's reports for ever; one
         # that is itself gone, whose opinion does not count; and a member, whose report may be about this node.
         if reporter not in membership.members:
@@ -441,8 +539,18 @@ class Departure:
         elif is_newcomer:
             stream.add_relayed(self._router.parse(run, step, relayed), relayed)
         else:
-            membership.add_relayed(run, self._router.parse(run, step, relayed), relayed)
-            self._settle_departures()
+            self._add_missing(run, step, relayed)
+
+    def _add_missing(self, run: NodeRun, step: int, payload: memoryview) -> None:
+        """Keep an update of a departed member that the others have."""
+        try:
+            messages = self._router.parse(run, step, payload)
+        except MessageError as error:
+            # Neither who has sent it nor who relays it is wrong.
+            self.rejoin(f"{error}, and the others can use it")
+            return
+        self._membership.add_relayed(run, messages, payload)
+        self._settle_departures()
 
 
 # ---- this node's own departure ---------------------------------------------------------------------------------------
@@ -580,29 +688,42 @@ class Trainings:
         )
 
     def describe_unreachable(self) -> str:
-        """Name the members that others see and this node does not, and say what to open; empty if there are none."""
+        """Name the nodes that others see and this node does not, and say what to open; empty if there are none."""
         introductions = self._introductions
-        hellos = introductions.compatible(Phase.IN)
         unseen = self._find_unseen()
         if not unseen:
             return ""
-        seer = min(run for run, hello in hellos.items() if unseen.intersection(hello.members))
+        members = introductions.compatible(Phase.IN).items()
+        seers = [run for run, hello in members if unseen.intersection(hello.members)]
+        relation = "as a member" if seers else "beside it"
+        if not seers:
+            new = introductions.compatible(Phase.NEW).items()
+            seers = [run for run, hello in new if unseen.intersection(hello.sees)]
         names = introductions.describe(sorted(unseen))
         # A node that was never met has no address here, but it may be one of those that the caller has named.
         node = self._router.node
         unanswered = sorted(node.seeds - {peer.address for peer in node.peers})
         no_answer = f" (no answer from {', '.join(unanswered)})" if unanswered else ""
         return (
-            f"{introductions.name_of(seer)} has {names} as a member, which this node "
+            f"{introductions.name_of(min(seers))} has {names} {relation}, which this node "
             f"({introductions.name_of(self._membership.run)}) cannot reach{no_answer}: nodes send to each other "
             "directly, so let UDP pass between the two in both directions, or give the addresses at which they reach "
             "each other (advertise); gradwire doctor tries a path"
         )
 
+    def describe_obstacle(self) -> str:
+        """Say why this node may not come in; empty if there is no reason."""
+        return self.describe_unreachable() or self._introductions.describe_incompatible()
+
     def _find_unseen(self) -> set[NodeRun]:
-        hellos = self._introductions.compatible(Phase.IN).values()
-        named = {run for hello in hellos for run in hello.members}
-        return named - {self._membership.run} - self._introductions.hellos.keys()
+        introductions = self._introductions
+        named = {
+            run for hello in introductions.compatible(Phase.IN).values() for run in hello.members
+        }
+        if self._membership.phase is Phase.NEW:
+            new = introductions.compatible(Phase.NEW).values()
+            named.update(run for hello in new for run in hello.sees)
+        return named - {self._membership.run} - introductions.hellos.keys()
 
     def give_way_to_unseen(self) -> None:
         """Join again where another asynchronous node has come in that this node does not see.

@@ -81,7 +81,6 @@ class Join:
         on_follow: Callable[[Any], None],
     ) -> None:
         self._options = options
-        self._is_async = not options.is_sync
         self._membership = membership
         self._introductions = membership.introductions
         self._notes = notes
@@ -112,7 +111,7 @@ class Join:
             self._departure.handle_lost(lost, self._replica.step)
         if self._membership.phase in (Phase.NEW, Phase.JOINING):
             self._trainings.tell_members()
-        elif self._is_async:
+        elif not self._options.is_sync:
             self._trainings.give_way_to_unseen()
         if self._introductions.superseded:
             raise Mismatch(self._introductions.superseded)
@@ -180,6 +179,7 @@ class Join:
         # The loss may come together with the new connection, whose introduction takes the reason away.
         self._departure.rejoin_if_dropped(membership.broken & {run})
         hello, before = self._introductions.read(run, payload)
+        self._departure.heed_exclusions(run, hello)
         # Order matters below: a lost connection first, then misfits, then members, then nodes outside.
         if run == self._recipient.donor and before is None:
             self._recipient.cancel()  # the connection is new: the rest of the snapshot will not arrive
@@ -325,7 +325,7 @@ class Join:
             pace.watch([stream.received for stream in membership.others.values()])
             step_s = max([pace.longest_s, *(hello.step_s for hello in hellos)])
             wait.allow(self._options.timeout_s + _SILENT_STEPS * step_s)
-            obstacle = self._trainings.describe_unreachable()
+            obstacle = self._trainings.describe_obstacle()
             wait.note(
                 (self._recipient.received_bytes, self._replica.step, membership.phase),
                 self._recipient.progress or obstacle,

@@ -437,6 +437,7 @@ class Membership:
             members = sorted({self.run, *self.peers})
         elif self.phase in (Phase.NEW, Phase.JOINING):
             members = sorted(self.introductions.compatible(Phase.IN))
+        new = self.introductions.compatible(Phase.NEW) if self.phase is Phase.NEW else ()
         return Hello(
             self.introductions.signature,
             self.phase,
@@ -453,6 +454,8 @@ class Membership:
             self.introductions.is_confirmed,
             min(self.pace.present_s, STEP_S_MAX),
             self.introductions.slice_bytes,
+            self.introductions.excluded,
+            tuple(sorted(new)),
         )
 
     def set_params(self, layout: list[list[object]], start: tuple[str, str]) -> bool:
@@ -664,15 +667,15 @@ class Router:
         self._ignored = 0  # updates of nodes that are no members
         self._held: list[tuple[NodeRun, memoryview]] | None = None
         self._held_step = 0
-        self._exclude: Callable[[NodeRun, str], bool] = lambda *_: False
+        self._refuse: Callable[[NodeRun, int, str], bool] = lambda *_: False
 
     def handle(self, kind: Kind, handler: Handler) -> None:
         """Pass messages of a kind to a handler: it is called with sender, number and payload."""
         self._handlers[kind] = handler
 
-    def set_exclude(self, exclude: Callable[[NodeRun, str], bool]) -> None:
-        """Ask a function to go on without a member whose bytes cannot be used; it returns whether that is possible."""
-        self._exclude = exclude
+    def set_refuse(self, refuse: Callable[[NodeRun, int, str], bool]) -> None:
+        """Ask a function to go on without the sender of a message that cannot be used; it returns whether it can."""
+        self._refuse = refuse
 
     # ---- sending -----------------------------------------------------------------------------------------------------
 
@@ -855,14 +858,15 @@ class Router:
             # An update of a member may not just be left out: the replicas would differ. The members go on without its
             # sender, or the caller sees the error. A node that is no member must not be able to end the training.
             is_member = membership.phase is not Phase.IN or sender in membership.members
+            name = self._introductions.name_of(sender)
             if is_member and kind not in _DOCUMENTS:
-                if self._exclude(sender, str(error)):
+                text = str(error) if name in str(error) else f"from {name}: {error}"
+                if self._refuse(sender, kind, text):
                     return
-                raise
-            address = self._introductions.peer_of(sender).address
+                raise MessageError(text) from error
             if not is_member:
-                address += " is no member, its message"
-            _LOG.warning("%s is ignored: %s", address, error)
+                name += " is no member, its message"
+            _LOG.warning("%s is ignored: %s", name, error)
 
     def _add_slice(self, sender: NodeRun, _: int, payload: memoryview) -> None:
         kind, number = divmod(tag_of_slice(payload), TAG_NUMBERS)

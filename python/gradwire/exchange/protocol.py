@@ -50,7 +50,7 @@ __all__ = [
 
 _LOG = logging.getLogger(__name__)
 
-VERSIONS = [9, 1]  # of this protocol, and of docs/message-format.md
+VERSIONS = [10, 1]  # of this protocol, and of docs/message-format.md
 
 TAG_NUMBERS = 1 << 56  # ``divmod(tag, TAG_NUMBERS)`` is kind and number
 _RELAY = struct.Struct("<QQQ")
@@ -198,6 +198,8 @@ class Hello:
         is_confirmed: whether the sender has finished a step of that training, or comes from a checkpoint of it.
         step_s: time between the sender's last exchanges; 0: there were none.
         slice_bytes: size of the largest message of the transport that the sender takes.
+        excluded: nodes whose messages the sender takes no more, each with the reason.
+        sees: of a new node: the other new nodes that it sees.
     """
 
     signature: dict[str, Any]
@@ -215,6 +217,8 @@ class Hello:
     is_confirmed: bool = False
     step_s: float = 0.0
     slice_bytes: int = SLICE_BYTES
+    excluded: tuple[tuple[NodeRun, str], ...] = ()
+    sees: tuple[NodeRun, ...] = ()
 
     def encode(self) -> bytes:
         """Return the document as bytes."""
@@ -241,6 +245,8 @@ class Hello:
                 bool(document["is_confirmed"]),
                 _read_seconds(document["step_s"]),
                 _read_slice_bytes(document["slice_bytes"]),
+                tuple((read_run(run), str(reason)) for run, reason in document["excluded"]),
+                tuple(map(read_run, document["sees"])),
             ),
         )
 
@@ -625,6 +631,20 @@ class Introductions:
         self._ignored.update(origins)
 
     @property
+    def excluded(self) -> tuple[tuple[NodeRun, str], ...]:
+        """The connected nodes whose messages this node takes no more, each with the reason."""
+        connected = self._excluded.keys() & self.hellos.keys()
+        return tuple((run, self._excluded[run]) for run in sorted(connected))
+
+    def is_excluded(self, run: NodeRun) -> bool:
+        """Return whether this node takes no more messages of a node."""
+        return run in self._excluded
+
+    def excludes_this_node(self, run: NodeRun) -> bool:
+        """Return whether a node has said that it takes no more messages of this one."""
+        return run in self.hellos and run_of(self._me) in dict(self.hellos[run].excluded)
+
+    @property
     def misfits(self) -> int:
         """Number of connected nodes that train something else; those that end an earlier training do not count."""
         return sum(self.hellos[run].origin not in self._ignored for run in self.incompatible)
@@ -665,6 +685,9 @@ class Introductions:
                 _LOG.info("%s; this node waits for it", text)
             return
         difference = self._excluded.get(run) or difference_of(hello.signature, self.signature)
+        if not difference and self.excludes_this_node(run):
+            reason = dict(hello.excluded)[run_of(self._me)]
+            difference = f"it takes no more messages of this node: {reason}"
         difference = difference or self._judge(run, hello)
         if difference:
             there = self.peer_of(run).address

@@ -30,7 +30,8 @@ _COMPLETE_S = 2.0
 # Longest wait of the node that begins a training, where members of an earlier run are here, for the other new nodes.
 _RESTART_S = 10.0
 
-# How long a node that was named as a first member waits for its connections with the others.
+# How long a node that was named as a first member waits for its connections with the others, and how long a node that
+# sees all waits for a node with a lower id that does not.
 _CONNECTED_S = 10.0
 
 _LATE_REMEDY = "a node that prepares data for longer before its first step needs a larger start_timeout_s on the others"
@@ -70,6 +71,13 @@ class Start:
         self._restart_until_s: float | None = None
         self._connected_until_s: float | None = None
         self._new_nodes: frozenset[NodeRun] = frozenset()
+        self._told: frozenset[NodeRun] = (
+            frozenset()
+        )  # the new nodes that this node has said it sees
+        self._tells_at_s = 0.0
+        self._lacks_since_s: dict[
+            NodeRun, float
+        ] = {}  # of nodes that do not see all that this node sees
         self._equalizes = False
         self._former_members: int | None = None
 
@@ -126,17 +134,16 @@ class Start:
         expected = self._expected_peers()
         membership.restart_at(self._replica.step)
         deadline_s = clock.now_s() + timeout_s
-        if expected:
-            self._wait_for_connections(expected, timeout_s)
-        poll_s = 0.0
+        self._tells_at_s = clock.now_s() + _COMPLETE_S
         wait = clock.Wait("this node waits for the others", timeout_s)
+        if expected:
+            self._wait_for_connections(expected, timeout_s, wait)
+        poll_s = 0.0
         while membership.phase is Phase.NEW:
             self._poll(poll_s)
             poll_s = clock.POLL_S
             self._try_to_start(expected)
-            obstacle = self._trainings.describe_unreachable()
-            if obstacle:
-                wait.note(None, obstacle)
+            obstacle = self._note_view(wait)
             if membership.phase is Phase.NEW and clock.now_s() >= deadline_s:
                 ready = len(self._introductions.compatible())
                 text = f"{ready} of {expected} peers were ready within {timeout_s:g} s"
@@ -152,8 +159,8 @@ class Start:
                     "; ".join([text, *(causes if obstacle else [*causes, _LATE_REMEDY])])
                 )
 
-    def _wait_for_connections(self, expected: int, timeout_s: float) -> None:
-        """Wait for so many peers, or for a training that has begun: to come in late, no other node is needed."""
+    def _wait_for_connections(self, expected: int, timeout_s: float, wait: clock.Wait) -> None:
+        """Wait for so many peers, or for a training that has begun: then no other node is needed."""
         look_at_s = clock.now_s() + _COMPLETE_S
 
         def sees_training() -> bool:
@@ -161,15 +168,28 @@ class Start:
             if clock.now_s() < look_at_s:
                 return False
             self._poll(0.0)
-            run = self._membership.run
-            members = [hello.members for hello in self._trainings.joinable().values()]
-            # Those who name this node have begun with it, and have seen all that are to begin.
-            return any(run not in runs or len(runs) > expected for runs in members)
+            self._note_view(wait)
+            return bool(self._trainings.joinable())
 
         try:
             self._router.node.wait_for_peers(expected, timeout_s, sees_training)
         except TimeoutError as error:
-            raise TimeoutError(f"{error}; {_LATE_REMEDY}") from None
+            obstacle = self._trainings.describe_unreachable()
+            raise TimeoutError(f"{error}; {obstacle or _LATE_REMEDY}") from None
+
+    def _note_view(self, wait: clock.Wait) -> str:
+        """Tell the others which new nodes this node sees; log and return which nodes it cannot reach."""
+        now_s = clock.now_s()
+        seen = frozenset(self._introductions.compatible(Phase.NEW))
+        # Not at every connection: in a start of many nodes that would be a message for every three of them.
+        if self._membership.phase is Phase.NEW and seen != self._told and now_s >= self._tells_at_s:
+            self._told = seen
+            self._tells_at_s = now_s + _COMPLETE_S
+            self._router.introduce()
+        obstacle = self._trainings.describe_unreachable()
+        if obstacle:
+            wait.note(None, obstacle)
+        return obstacle
 
     def _expected_peers(self) -> int:
         """Return the number of other nodes to wait for."""
@@ -211,11 +231,40 @@ class Start:
             if len(initial) >= (max(expected, 1) if members else expected):
                 # Also on a node that does not name the members: the one that does would name none.
                 self._check_same_start(initial)
-                if all(membership.run < run for run in initial):
-                    nodes = len(initial) + 1
+                named = self._named(initial)
+                if named is not None:
+                    nodes = len(named) + 1
                     is_sharded = self._options.is_sharded(nodes, self._replica.groups.numel)
                     trainings = {hello.training for hello in initial.values()} - {""}
-                    self._start(initial, membership.run, "".join(trainings), is_sharded=is_sharded)
+                    self._start(named, membership.run, "".join(trainings), is_sharded=is_sharded)
+
+    def _named(self, initial: Mapping[NodeRun, Hello]) -> list[NodeRun] | None:
+        """Return the other first members; None if another node names them.
+
+        It is the node with the lowest id. If that cannot reach all that this node sees, it will never see as many as it
+        expects, and would let all wait.
+        """
+        run = self._membership.run
+        lacking = {other: initial.keys() - {other, *hello.sees} for other, hello in initial.items()}
+        now_s = clock.now_s()
+        since_s = self._lacks_since_s
+        self._lacks_since_s = {
+            other: since_s.get(other, now_s) for other, lacks in lacking.items() if lacks
+        }
+        longest_s = _COMPLETE_S + min(_CONNECTED_S, self._options.timeout_s / 2)
+        lower = [other for other in initial if other < run]
+        if not lower:
+            return list(initial)
+        if any(now_s < self._lacks_since_s.get(other, now_s) + longest_s for other in lower):
+            return None
+        # Those that lack the fewest come first, and everybody has to reach all others.
+        named: list[NodeRun] = []
+        for other in sorted(initial, key=lambda each: (len(lacking[each]), each)):
+            if all(other not in lacking[each] and each not in lacking[other] for each in named):
+                named.append(other)
+        left_out = self._introductions.describe(sorted(initial.keys() - set(named)))
+        _LOG.warning("%s cannot reach all the others: this node begins without it", left_out)
+        return sorted(named)
 
     def _initial(self) -> dict[NodeRun, Hello]:
         """Return the introductions of the other nodes that have not begun."""
