@@ -81,6 +81,7 @@ class Join:
         on_follow: Callable[[Any], None],
     ) -> None:
         self._options = options
+        self._is_async = not options.is_sync
         self._membership = membership
         self._introductions = membership.introductions
         self._notes = notes
@@ -111,7 +112,7 @@ class Join:
             self._departure.handle_lost(lost, self._replica.step)
         if self._membership.phase in (Phase.NEW, Phase.JOINING):
             self._trainings.tell_members()
-        elif not self._options.is_sync:
+        elif self._is_async:
             self._trainings.give_way_to_unseen()
         if self._introductions.superseded:
             raise Mismatch(self._introductions.superseded)
@@ -203,8 +204,7 @@ class Join:
                 why = "leaves" if hello.phase is Phase.LEAVING else "joins again"
                 self._departure.suspect([run], why)
         elif hello.phase is Phase.IN:
-            # The sender says with which update it begins to send to this node directly. The snapshot must have all
-            # before.
+            # The sender says from which update on it sends to this node directly: the snapshot must have all before.
             membership.expect_direct(run, hello.first_direct)
             was_outside = before is not None and before.phase is not Phase.IN
             self._trainings.handle_unknown(run, hello, was_outside=was_outside)
