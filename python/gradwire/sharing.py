@@ -528,11 +528,8 @@ class TrainingMaker:
             _LOG.warning("%s", place.hint)
         self._rank, self._size = team or (place.local_rank, place.local_size)
         self._is_team = self._size > 1 and (node is None or team is not None)
-        # What the parameters differ by from the shared ones needs no memory of its own. Clipping changes it, and
-        # messages that are under way (``overlap``) would have to be told apart from it.
-        self._keeps_residual = (
-            not self._checked.apply_residual or bool(self._checked.overlap) or clip is not None
-        )
+        # What the parameters differ by from the shared ones needs no memory of its own, but clipping changes it.
+        self._keeps_residual = not self._checked.apply_residual or clip is not None
         self._run: str | None = None
         if self._is_team or (node is None and place.expected_peers() != 0):
             self._run = f"{rendezvous.name_of(place)} {self._rank}"

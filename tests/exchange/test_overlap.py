@@ -29,12 +29,21 @@ def updates_of(node: int, steps: int = STEPS) -> list[NDArray[np.float32]]:
     return [(rng.integers(-256, 256, NUMEL) / 2.0**12).astype(np.float32) for _ in range(steps)]
 
 
-def encoder() -> gw.Encoder:
-    return gw.Encoder(NUMEL, threshold=gw.FixedThreshold(THRESHOLD))
+def encoder(*, keeps: bool = True) -> gw.Encoder:
+    return gw.Encoder(NUMEL, threshold=gw.FixedThreshold(THRESHOLD), keeps_residual=keeps)
+
+
+RESIDUALS: dict[str, dict[str, Any]] = {
+    "plain": {"apply_residual": False},
+    "residual": {"apply_residual": True},
+    "difference": {"apply_residual": True, "keeps_residual": False},
+}
+residuals = pytest.mark.parametrize("residual", RESIDUALS.values(), ids=RESIDUALS.keys())
 
 
 def train(node: FakeNode, rank: int, *, moves: bool, **options: Any) -> Outcome:
-    enc, params = encoder(), np.ones(NUMEL, np.float32)
+    keeps = options.pop("keeps_residual", True)
+    enc, params = encoder(keeps=keeps), np.ones(NUMEL, np.float32)
     share = gw.Exchange(enc, node, reduction="sum", min_peers=2, **options)
     share.join(params)
     shared, results = [], []
@@ -48,21 +57,23 @@ def train(node: FakeNode, rank: int, *, moves: bool, **options: Any) -> Outcome:
     if options.get("overlap"):
         share.catch_up(params)
     shared.append(share.shared(params)[0])
+    assert enc.has_residual == keeps
     if options.get("apply_residual"):
+        share._replica.make_residual(params)
         np.testing.assert_array_equal(params, shared[-1] + enc.residual)
     return Outcome(shared, enc.residual, results)
 
 
 @pytest.mark.parametrize("moves", [False, True], ids=["step", "step_moved"])
-@pytest.mark.parametrize("apply_residual", [False, True], ids=["plain", "residual"])
+@residuals
 @pytest.mark.parametrize(("every", "overlap"), [(1, 1), (3, 1), (3, 2), (3, 3)])
 def test_the_same_messages_are_applied_so_many_steps_later(
-    every: int, overlap: int, apply_residual: bool, moves: bool
+    every: int, overlap: int, residual: Any, moves: bool
 ) -> None:
     def outcomes(**options: Any) -> list[Outcome]:
         return run_cluster(lambda node, rank: train(node, rank, **options), seed=5)
 
-    how = {"every": every, "apply_residual": apply_residual, "moves": moves}
+    how = {"every": every, "moves": moves, **residual}
     waiting, overlapped = outcomes(**how), outcomes(**how, overlap=overlap)
     for one, other in zip(waiting, overlapped, strict=True):
         np.testing.assert_array_equal(one.residual, other.residual)
@@ -98,10 +109,11 @@ def test_a_step_does_not_wait_for_what_comes_during_the_next() -> None:
     assert sum(waits_of(overlap=1)) < 0.1
 
 
-@pytest.mark.parametrize("apply_residual", [False, True], ids=["plain", "residual"])
-def test_an_interrupted_step_counts_nothing_twice(apply_residual: bool) -> None:
+@residuals
+def test_an_interrupted_step_counts_nothing_twice(residual: Any) -> None:
     def work(node: FakeNode, rank: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        enc, params = encoder(), np.zeros(NUMEL, np.float32)
+        keeps = residual.get("keeps_residual", True)
+        enc, params = encoder(keeps=keeps), np.zeros(NUMEL, np.float32)
         share = gw.Exchange(
             enc,
             node,
@@ -109,13 +121,14 @@ def test_an_interrupted_step_counts_nothing_twice(apply_residual: bool) -> None:
             min_peers=1,
             timeout_s=2.0,
             overlap=1,
-            apply_residual=apply_residual,
+            apply_residual=residual["apply_residual"],
         )
         share.join(params)
         interruptions = train_with_a_pause(share, node, rank, params, updates_of(rank))
         for _ in range(interruptions):  # of calls that finished an earlier step only
             share.step_moved(params)
         share.leave(params)
+        share._replica.make_residual(params)
         assert not enc.residual.any()
         return share.shared(params)[0], params
 
@@ -125,9 +138,10 @@ def test_an_interrupted_step_counts_nothing_twice(apply_residual: bool) -> None:
         np.testing.assert_array_equal(params, put_in)
 
 
-def test_a_checkpoint_holds_the_message_of_an_open_step() -> None:
+@pytest.mark.parametrize("keeps", [True, False], ids=["kept", "difference"])
+def test_a_checkpoint_holds_the_message_of_an_open_step(keeps: bool) -> None:
     with cluster(0) as made:
-        enc, params = encoder(), np.zeros(NUMEL, np.float32)
+        enc, params = encoder(keeps=keeps), np.zeros(NUMEL, np.float32)
         share = gw.Exchange(enc, made.node(1), min_peers=0, overlap=1, apply_residual=True)
         share.join(params)
         (one,) = updates_of(0, 1)
@@ -135,15 +149,17 @@ def test_a_checkpoint_holds_the_message_of_an_open_step() -> None:
         share.step_moved(params)
         state = share.state_dict()
         np.testing.assert_array_equal(state["encoders"][0]["residual"], one)
+        share._replica.make_residual(params)
         assert np.abs(enc.residual).max() < np.abs(one).max()
 
 
+@pytest.mark.parametrize("keeps", [True, False], ids=["kept", "difference"])
 def test_a_message_that_no_node_takes_stays_in_the_parameters(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, keeps: bool
 ) -> None:
     with cluster(0) as made:
         node = made.node(1)
-        enc, params = encoder(), np.zeros(NUMEL, np.float32)
+        enc, params = encoder(keeps=keeps), np.zeros(NUMEL, np.float32)
         share = gw.Exchange(enc, node, min_peers=0, overlap=1, apply_residual=True)
         share.join(params)
         (one,) = updates_of(0, 1)
@@ -154,9 +170,42 @@ def test_a_message_that_no_node_takes_stays_in_the_parameters(
             share.step_moved(params)
         monkeypatch.undo()
         np.testing.assert_array_equal(params, one)
-        np.testing.assert_array_equal(enc.residual, one)
+        if keeps:
+            np.testing.assert_array_equal(enc.residual, one)
         assert share.catch_up(params) == 0
         share.step_moved(params)
         share.leave(params)
         np.testing.assert_array_equal(params, one)
         np.testing.assert_array_equal(share.shared(params)[0], one)
+
+
+@pytest.mark.parametrize("topology", ["mesh", "sharded"])
+def test_what_other_nodes_have_sent_is_no_movement_of_this_node(topology: Any) -> None:
+    """An update is measured without the messages that are added after the parameters have moved."""
+
+    def work(node: FakeNode, rank: int) -> list[float]:
+        enc = encoder(keeps=False)
+        share = gw.Exchange(
+            enc, node, min_peers=2, overlap=1, apply_residual=True, topology=topology
+        )
+        params = np.zeros(NUMEL, np.float32)
+        share.join(params)
+        norms: list[float] = []
+        share.agreement.limits_norms = True
+        measure = share.agreement.measure
+
+        def keep(step: int, samples: Any) -> None:
+            listed = list(samples)
+            norms.extend(float(np.linalg.norm(sample)) for sample in listed)
+            measure(step, listed)
+
+        share.agreement.measure = keep  # type: ignore[method-assign]
+        for _ in range(6):
+            params += np.float32(rank * 2.0**-5)
+            share.step_moved(params)
+        share.catch_up(params)
+        return norms
+
+    for rank, norms in enumerate(run_cluster(work, seed=4)):
+        assert len(norms) >= 5
+        assert norms == [pytest.approx(rank * 2.0**-5 * NUMEL**0.5)] * len(norms)

@@ -71,6 +71,8 @@ def train(
         {"apply_residual": True},
         {"apply_residual": True, "keeps_residual": False},
         {"topology": "sharded", "apply_residual": True, "overlap": 1},
+        {"topology": "sharded", "apply_residual": True, "overlap": 1, "keeps_residual": False},
+        {"apply_residual": True, "overlap": 1, "keeps_residual": False},
         {"every": 2, "apply_residual": True},
         {"every": 2, "topology": "sharded"},
         {"overlap": 1},

@@ -23,7 +23,9 @@ Write = Any
 WAYS: dict[str, dict[str, Any]] = {
     "mesh": {"apply_residual": True},
     "sharded": {"apply_residual": True, "topology": "sharded"},
+    "difference": {"apply_residual": True, "keeps_residual": False},
     "overlap": {"apply_residual": True, "overlap": 1},
+    "overlap, difference": {"apply_residual": True, "overlap": 1, "keeps_residual": False},
     "sharded, overlap": {"apply_residual": True, "overlap": 1, "topology": "sharded"},
     "local steps": {"every": 3},
     "local steps, residual": {"every": 3, "apply_residual": True},
@@ -56,9 +58,10 @@ def train(
         By rank: the shared parameters before every step and at the end, this node's own, and the encoder.
     """
     options = {"topology": "mesh", **options}
+    keeps = options.pop("keeps_residual", True)
 
     def work(node: FakeNode, rank: int) -> Any:
-        encoder = gw.Encoder(NUMEL, gw.FixedThreshold(THRESHOLD))
+        encoder = gw.Encoder(NUMEL, gw.FixedThreshold(THRESHOLD), keeps_residual=keeps)
         share = gw.Exchange(encoder, node, min_peers=nodes - 1, digest_s=0.1, **options)
         params = np.zeros(NUMEL, np.float32)
         share.join(params)
@@ -81,6 +84,7 @@ def train(
         elif options.get("overlap"):
             share.catch_up(params)
         shared.append(share.shared(params)[0])
+        share._replica.make_residual(params)
         node.cluster.close(node)
         return shared, params, encoder
 
@@ -201,7 +205,8 @@ def test_values_that_are_not_finite_are_refused(options: Any) -> None:
     with cluster(1) as world:
         node = world.node(1)
         options = {"topology": "mesh", **options}
-        share = gw.Exchange(gw.Encoder(NUMEL, 1.0), node, min_peers=0, **options)
+        encoder = gw.Encoder(NUMEL, 1.0, keeps_residual=options.pop("keeps_residual", True))
+        share = gw.Exchange(encoder, node, min_peers=0, **options)
         params = np.zeros(NUMEL, np.float32)
         share.join(params)
         params[3] = np.nan
@@ -293,8 +298,9 @@ def test_an_array_that_is_overwritten_after_share_stays(
 @pytest.mark.parametrize("at", [0, 2])
 @pytest.mark.parametrize("ranks", [(0, 1), (1,)], ids=["all", "one"])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("keeps", [True, False], ids=["kept", "difference"])
 def test_arrays_that_the_workers_of_a_machine_overwrite_stay(
-    at: int, ranks: tuple[int, ...], reduction: Any
+    at: int, ranks: tuple[int, ...], reduction: Any, keeps: bool
 ) -> None:
     name = f"written-{threading.get_native_id()}"
     with ExitStack() as stack:
@@ -304,7 +310,7 @@ def test_arrays_that_the_workers_of_a_machine_overwrite_stay(
             for rank in (0, 1)
         ]
         lead = gw.Exchange(
-            gw.Encoder(NUMEL, 1.0),
+            gw.Encoder(NUMEL, 1.0, keeps_residual=keeps),
             node,
             min_peers=0,
             apply_residual=True,

@@ -37,7 +37,9 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 optimizer.step()
 before = peak_bytes()
 with gw.Node("127.0.0.1:0", secret=bytes(range(32))) as node:
-    shared = gradwire.torch.share(model, optimizer, node=node, min_peers=0)
+    shared = gradwire.torch.share(
+        model, optimizer, node=node, min_peers=0, overlap=int(sys.argv[2])
+    )
     for _ in range(3):
         shared.step()
     print((peak_bytes() - before) / 20e6)
@@ -45,9 +47,11 @@ with gw.Node("127.0.0.1:0", secret=bytes(range(32))) as node:
 """
 
 
-@pytest.mark.parametrize(("dtype", "most"), [("float32", 4), ("bfloat16", 8)])
-def test_a_step_takes_what_the_page_on_costs_says(dtype: str, most: int) -> None:
-    command = [sys.executable, "-c", TRAIN, dtype]
+@pytest.mark.parametrize(
+    ("dtype", "overlap", "most"), [("float32", 0, 4), ("float32", 1, 4), ("bfloat16", 0, 8)]
+)
+def test_a_step_takes_what_the_page_on_costs_says(dtype: str, overlap: int, most: int) -> None:
+    command = [sys.executable, "-c", TRAIN, dtype, str(overlap)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     assert float(done.stdout) <= most + REST
 

@@ -672,10 +672,10 @@ def _make_parts(options: Options, groups: Groups, node: Node) -> _Parts:
     if not hasattr(node, "publish"):
         raise TypeError(f"node must be a Node, got {node!r}")
     _check_memory(options, groups, node)
-    if not groups.keeps_residuals and (not options.apply_residual or options.overlap):
+    if not groups.keeps_residuals and not options.apply_residual:
         raise ValueError(
-            "encoders that keep no residual are for parameters that contain it at the end of every step: give "
-            "apply_residual=True without overlap, or Encoder(keeps_residual=True)"
+            "encoders that keep no residual are for parameters that contain it: give apply_residual=True, or "
+            "Encoder(keeps_residual=True)"
         )
     total = PlainSum(groups)
     if options.outer_momentum:

@@ -511,13 +511,18 @@ class SharedCopy:
         """
         if update is not None:
             return [sample_of(views(update))]
-        sample = sample_beside(writable_views(params))
+        targets = writable_views(params)
         if self.is_difference:
-            return [] if self._sample is None else [on_host(sample - self._sample)]
-        sample = sample - sample_beside(self.shared)
+            moved = self._moved_sample(targets)
+            return [] if moved is None else [on_host(moved)]
+        sample = sample_beside(targets) - sample_beside(self.shared)
         if self._applies_residual and self.groups.has_residuals:
             sample = sample - sample_beside(self.groups.residuals(self.shared))
         return [on_host(sample)]
+
+    def _moved_sample(self, targets: Arrays) -> Any:
+        """Return a sample of what the parameters have moved by since the last step; None: not known."""
+        return None if self._sample is None else sample_beside(targets) - self._sample
 
     def reject(self, params: Any) -> None:
         """Remove an update that is not finite from the caller's parameters; the residual holds the finite part."""

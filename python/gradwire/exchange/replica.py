@@ -15,7 +15,7 @@ from typing import Any, cast
 import numpy as np
 
 from .. import clock
-from ..agreement import Agreement
+from ..agreement import Agreement, sample_beside
 from ..arrays import Arrays, add, device_of, difference, put, views, writable_views
 from ..errors import MessageError
 from ..message import Message, apply, parse_many
@@ -406,10 +406,14 @@ class Replica(SharedCopy):
             if update is not None:
                 messages = update.messages
                 held = next(index for index, payload in enumerate(payloads) if payload is messages)
+            moved = self._moved_sample(targets) if has_moved else None
             self._add(payloads, self.shared, divisor, SecondTarget(targets, held))
             if self.sharding is not None and update is not None:
                 # The parts that the parameters hold went to the owners, and come back in the results.
                 self._add_update_to_params(update, targets, -1.0)
+            # The caller may have moved its parameters meanwhile (``overlap``): messages are no part of that.
+            if moved is not None:
+                self._sample = sample_beside(targets) - moved
             return
         # Local steps that the caller has taken meanwhile (``overlap``) stay on top of what arrives.
         local = difference(targets, self.shared) if has_moved else []

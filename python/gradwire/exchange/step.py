@@ -112,9 +112,10 @@ class Step:
             self._publish(pending)
             self._join.poll(0.0)
             pending.add_wait(clock.now_s() - begin_s)
-            return None
-        again = partial(replica.encode, None, codec)
-        result = self._finish_or_repeat(pending, again, params, optimizer_state)
+            result = None
+        else:
+            again = partial(replica.encode, None, codec)
+            result = self._finish_or_repeat(pending, again, params, optimizer_state)
         if has_moved and self._membership.weight != 1.0:
             # It tells apart what the next step will move, which is to be weighed.
             replica.make_residual(params)
