@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+import gradwire as gw
+
 from ..seeds import seeds
 from .cluster import Cluster, FakeNode, cluster
 from .test_membership import Trainer, assert_identical
@@ -140,3 +142,22 @@ def test_the_log_names_the_two_while_a_start_waits(caplog: pytest.LogCaptureFixt
         assert "1010 has the node with id 30 as a member" in caplog.text
         world.run(until=lambda: len(trainers[0].results) > 5)
     assert "this node begins without some of the first members" in caplog.text
+
+
+def test_the_others_wait_for_a_lowest_node_that_has_said_something_and_is_busy() -> None:
+    with cluster(1) as world:
+        how = {"start_timeout_s": 1_000.0}
+        trainers = [trainer(world, node_id, 2, how) for node_id in (20, 10, 30)]
+        busy = trainers[1]
+        join = busy.share.join
+
+        def prepare_and_join(params: Any) -> gw.Joined:
+            world.compute(busy.node, 1.0)
+            busy.share.set_team(2, sends_mean=False)  # introduces the node
+            world.compute(busy.node, 60.0)
+            return join(params)
+
+        busy.share.join = prepare_and_join  # type: ignore[assignment,method-assign]
+        world.run()
+    assert all(each.joined is not None and not each.joined.is_late for each in trainers)
+    assert_identical(trainers)

@@ -245,7 +245,11 @@ class Start:
         expects, and would let all wait.
         """
         run = self._membership.run
-        lacking = {other: initial.keys() - {other, *hello.sees} for other, hello in initial.items()}
+        # A node that has not seen this one has introduced itself and does not look for others yet: it may see all then.
+        lacking = {
+            other: initial.keys() - {other, *hello.sees} if run in hello.sees else set()
+            for other, hello in initial.items()
+        }
         now_s = clock.now_s()
         since_s = self._lacks_since_s
         self._lacks_since_s = {
