@@ -153,8 +153,8 @@ class Udp(Method):
     options: ClassVar[dict[str, Any]] = {}  # further ones of ``share``
 
     def set_up(self) -> None:
-        if not self.is_adaptive:
-            self.clip_norm = self.task.node_clip_norm
+        if not self.is_adaptive and self.task.are_independent:
+            self.clip_norm *= math.sqrt(len(self.addresses))
         others = [*self.addresses[: self.rank], *self.addresses[self.rank + 1 :]]
         self.node = gw.Node(self.addresses[self.rank], others, secret=bytes(range(32)))
         options = {"min_peers": len(others), "timeout_s": 300.0, **self.options}

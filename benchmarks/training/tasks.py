@@ -25,8 +25,8 @@ class Task:
     learning_rate: float  # of SGD with a momentum of 0.9
     target: float  # validation loss to reach
     clip_norm: float  # largest norm of the gradient
-    # Largest norm of one node's gradient, where the nodes' updates are averaged.
-    node_clip_norm: float
+    # Whether the nodes' gradients are independent: the norm of their mean is then smaller by the root of their number.
+    are_independent: bool
 
     def model(self) -> nn.Module:
         """Return a new model; seed torch first."""
@@ -57,7 +57,7 @@ class Digits(Task):
     IMAGES, BATCH, SIDE, SHIFTS = 1_437, 16, 12, 5
     learning_rate, target, clip_norm = 0.05, 0.15, 5.0
     # The first steps' gradients, the only ones as large, agree: their mean is no smaller than each.
-    node_clip_norm = 5.0
+    are_independent = False
 
     def __init__(self) -> None:
         from sklearn.datasets import load_digits
@@ -132,8 +132,8 @@ class Text(Task):
 
     BATCH, HELD_OUT, CONTEXT = 2, 32, 32
     learning_rate, target, clip_norm = 0.1, 2.3, 1.0
-    # The gradients of four nodes are independent: their mean has half their norm (Lin et al. 2018, section 3.2).
-    node_clip_norm = 2.0
+    # Lin et al. 2018, section 3.2
+    are_independent = True
 
     def __init__(self) -> None:
         text = self.text().encode("ascii", "replace")
