@@ -32,7 +32,7 @@ from ..errors import NonFiniteUpdate
 from ..message import Message, apply_many, apply_to_both, apply_with_momentum
 from .groups import Groups
 
-__all__ = ["MomentumSum", "PlainSum", "SecondTarget", "SharedCopy", "Written"]
+__all__ = ["MomentumSum", "PlainSum", "SecondTarget", "SharedCopy", "Written", "moved_since"]
 
 # Bound on the difference between parameters and shared copy + residual, relative to both: eight roundings of float32.
 _ROUNDING = 2.0**-20
@@ -513,16 +513,12 @@ class SharedCopy:
             return [sample_of(views(update))]
         targets = writable_views(params)
         if self.is_difference:
-            moved = self._moved_sample(targets)
+            moved = moved_since(self._sample, targets)
             return [] if moved is None else [on_host(moved)]
         sample = sample_beside(targets) - sample_beside(self.shared)
         if self._applies_residual and self.groups.has_residuals:
             sample = sample - sample_beside(self.groups.residuals(self.shared))
         return [on_host(sample)]
-
-    def _moved_sample(self, targets: Arrays) -> Any:
-        """Return a sample of what the parameters have moved by since the last step; None: not known."""
-        return None if self._sample is None else sample_beside(targets) - self._sample
 
     def reject(self, params: Any) -> None:
         """Remove an update that is not finite from the caller's parameters; the residual holds the finite part."""
@@ -642,6 +638,11 @@ class SharedCopy:
             put(target, arrays)
         if self.shared:
             self.write_params(params)
+
+
+def moved_since(sample: Any, params: Arrays) -> Any:
+    """Return a sample of what parameters have moved by since an earlier sample of them; None if that is None."""
+    return None if sample is None else sample_beside(params) - sample
 
 
 def _fingerprint(params: Any) -> list[bytes | int]:

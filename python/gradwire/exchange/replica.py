@@ -23,7 +23,7 @@ from ..transport import Peer, Ticket
 from .groups import Codec, Groups, host_message
 from .options import Options
 from .owner import Accepted, Division, ShardedUpdate, Sharding, part_of_state
-from .parameters import Payloads, PlainSum, SecondTarget, SharedCopy
+from .parameters import Payloads, PlainSum, SecondTarget, SharedCopy, moved_since
 from .protocol import MESSAGE_MAGIC, NodeRun, PartUpdate, run_of
 
 __all__ = ["Replica", "StepUpdate", "add_to_exported"]
@@ -406,7 +406,7 @@ class Replica(SharedCopy):
             if update is not None:
                 messages = update.messages
                 held = next(index for index, payload in enumerate(payloads) if payload is messages)
-            moved = self._moved_sample(targets) if has_moved else None
+            moved = moved_since(self._sample, targets) if has_moved else None
             self._add(payloads, self.shared, divisor, SecondTarget(targets, held))
             if self.sharding is not None and update is not None:
                 # The parts that the parameters hold went to the owners, and come back in the results.
