@@ -293,16 +293,19 @@ def test_a_message_for_the_next_step_is_kept_for_it(scripted: Callable[..., Scri
 
 
 @pytest.mark.parametrize("tags", [[2], [0, 0]], ids=["two steps ahead", "the same step twice"])
-def test_a_step_that_cannot_be_is_refused(
-    scripted: Callable[..., ScriptedNode], tags: list[int]
+def test_a_step_that_cannot_be_is_refused_and_its_sender_is_lost(
+    scripted: Callable[..., ScriptedNode], tags: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     sender = peer(10)
     node = scripted(peers=(sender,))
     node.rounds = [[arrival(sender, tag, 0.5, 0.0) for tag in tags]]
     params = zeros(2)
-    with pytest.raises(gw.MessageError, match="begin with the same checkpoint"):
-        gw.Exchange(encoder(2), node).step(update(0.0, 0.0), params)
-    assert not params.any()
+    share = gw.Exchange(encoder(2), node, reduction="sum")
+    result = share.step(update(0.0, 0.0), params)
+    assert "begin with the same checkpoint" in caplog.text
+    assert share.members == ()
+    assert params.tolist() == [0.5 * result.received, 0.0]
+    assert result.received == tags.count(0) // 2
 
 
 def test_the_steps_of_a_restored_encoder_go_on(scripted: Callable[..., ScriptedNode]) -> None:
@@ -375,15 +378,16 @@ def test_a_late_comer_is_ignored_and_counted(scripted: Callable[..., ScriptedNod
 
 @pytest.mark.parametrize("payload", [b"nonsense", bytes(encoder(3).encode(update(1, 1, 1)))])
 def test_bytes_that_do_not_fit_name_their_sender_and_change_nothing(
-    scripted: Callable[..., ScriptedNode], payload: bytes
+    scripted: Callable[..., ScriptedNode], payload: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     sender = peer(10)
     node = scripted(peers=(sender,))
     node.rounds = [[Arrival(sender, 0, memoryview(payload))]]
     params = zeros(2)
-    with pytest.raises(gw.MessageError, match=sender.address):
-        gw.Exchange(encoder(2), node).step(update(0.5, 0.5), params)
-    assert not params.any()
+    result = gw.Exchange(encoder(2), node).step(update(0.5, 0.5), params)
+    assert f"step 0 from {sender.address} to this node" in caplog.text
+    assert (result.received, result.lost) == (0, (sender,))
+    assert params.tolist() == [0.5, 0.5]
 
 
 # --- back-pressure and interruption -----------------------------------------------------------------------------------
