@@ -71,13 +71,11 @@ class Start:
         self._restart_until_s: float | None = None
         self._connected_until_s: float | None = None
         self._new_nodes: frozenset[NodeRun] = frozenset()
-        self._told: frozenset[NodeRun] = (
-            frozenset()
-        )  # the new nodes that this node has said it sees
+        # The new nodes that this node has said it sees.
+        self._told: frozenset[NodeRun] = frozenset()
         self._tells_at_s = 0.0
-        self._lacks_since_s: dict[
-            NodeRun, float
-        ] = {}  # of nodes that do not see all that this node sees
+        # Of nodes that do not see all that this node sees.
+        self._lacks_since_s: dict[NodeRun, float] = {}
         self._equalizes = False
         self._former_members: int | None = None
 
