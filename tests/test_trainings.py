@@ -15,6 +15,7 @@ import pytest
 import gradwire as gw
 from gradwire import rendezvous
 from gradwire.cli import run as cli_run
+from gradwire.sharing import Training
 
 # Every way to end a training, for the three kinds of callers that have NumPy only.
 TRAIN = """
@@ -121,6 +122,19 @@ def test_a_process_alone_may_have_several(monkeypatch: pytest.MonkeyPatch) -> No
         two.step(np.ones(8, np.float32))
     with pytest.raises(gw.Closed):
         one.step(np.ones(8, np.float32))
+
+
+def test_threads_that_begin_together_wait_for_the_same_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Emptied(list[Any]):
+        """As it looked right before another thread took the last of them."""
+
+        def __bool__(self) -> bool:
+            return True
+
+    monkeypatch.setattr(Training, "_closers", Emptied())
+    assert Training.begin("of two threads") == []
 
 
 def test_the_parameters_are_the_shared_ones_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

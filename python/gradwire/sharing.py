@@ -12,6 +12,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -100,8 +101,9 @@ class Training:
         """
         if cls._is_open(run):
             gc.collect()  # an owner may be part of a cycle
-        while cls._closers:
-            cls._closers.pop().join()
+        with suppress(IndexError):  # other threads take some of them, too
+            while True:
+                cls._closers.pop().join()
         if cls._is_open(run):
             raise RuntimeError(
                 "this process takes part in a training of this run already: call close() on what share returned "
