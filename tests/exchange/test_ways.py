@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -16,6 +17,7 @@ import gradwire as gw
 from gradwire.exchange import ExchangeOptions, LocalExchange
 from gradwire.exchange import options as rule
 from gradwire.exchange.options import Options
+from gradwire.exchange.protocol import TAG_NUMBERS
 
 from ..seeds import seeds
 from .cluster import FakeNode, cluster, run_cluster
@@ -154,8 +156,10 @@ def nodes() -> Iterator[list[gw.Node]]:
         yield [first, second]
 
 
-def test_a_mesh_step_enters_few_modules_and_none_of_the_owners(nodes: list[gw.Node]) -> None:
-    """The smallest of several steps: how often a step looks for messages depends on the machine's other work."""
+def test_a_mesh_step_enters_few_modules_and_none_of_the_owners(
+    nodes: list[gw.Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps for which the other node's message is there: how often a step looks for it depends on other work."""
     profiles: list[tuple[int, int, set[str]]] = []
 
     def profiled_step(take: Any) -> None:
@@ -181,12 +185,32 @@ def test_a_mesh_step_enters_few_modules_and_none_of_the_owners(nodes: list[gw.No
             sys.setprofile(None)
         profiles.append((calls, moves, modules))
 
+    first, second = nodes
+    published = threading.Semaphore(0)
+    publish = second.publish
+
+    def counted(buffer: Any, tag: int = 0, to: Any = None) -> Any:
+        ticket = publish(buffer, tag, to)
+        if 0 < tag < TAG_NUMBERS:  # an update
+            published.release()
+        return ticket
+
+    monkeypatch.setattr(second, "publish", counted)
+
+    def wait_for_update() -> None:
+        published.acquire()
+        sent_bytes = second.stats().payload_bytes_sent
+        while first.stats().payload_bytes_received < sent_bytes:
+            time.sleep(0.001)
+
     def train(rank: int) -> None:
         encoder = gw.Encoder(10_000, gw.TargetDensity(0.01))
         share = gw.Exchange(encoder, nodes[rank], min_peers=1, digest_s=0.0, topology="mesh")
         params = np.zeros(10_000, np.float32)
         for step in range(40):
             update = np.random.default_rng([rank, step]).standard_normal(10_000).astype(np.float32)
+            if rank == 0 and step > 0:  # the first step is also the beginning
+                wait_for_update()
             if rank == 0 and step >= 10:
                 profiled_step(lambda u=update: share.step(u, params))
             else:

@@ -8,7 +8,7 @@ import io
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from typing import Any
 
@@ -71,7 +71,11 @@ def alone() -> Iterator[gw.Node]:
 
 def run_together(work: Callable[[int], Any], count: int = 3) -> list[Any]:
     with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(work, range(count)))
+        futures = [pool.submit(work, rank) for rank in range(count)]
+        # The first error is the cause: the other ranks fail because they wait for this one.
+        for done in wait(futures, return_when=FIRST_EXCEPTION).done:
+            done.result()
+        return [future.result() for future in futures]
 
 
 def shared(
