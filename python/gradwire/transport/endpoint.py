@@ -86,8 +86,8 @@ class Endpoint:
         return self.discovery.seeds(connected, set(self.sessions.by_node))
 
     def has_room(self, nbytes: int) -> bool:
-        """Return whether `publish` would take a message of this size now."""
-        return self.log.has_room(self.sealer, nbytes)
+        """Return whether `publish` would take a message of this size now; an empty log takes any."""
+        return not self.log.used_bytes or self.log.has_room(self.sealer, nbytes)
 
     def publish(self, payload: memoryview, tag: int, peer: Peer | None, now_s: float) -> Ticket:
         """Seal a message and queue it for all connected peers, or for ``peer``; see `Node.publish`."""

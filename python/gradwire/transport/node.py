@@ -284,8 +284,9 @@ class Node(NotCopied, instead="make a node in every process that has one"):
         """Return whether `publish` would take a message of this size now instead of raising `WouldBlock`."""
         self._check_open()
         with self._lock:
-            if not self._endpoint.has_room(nbytes):
-                self._pump()
+            if self._endpoint.has_room(nbytes):
+                return True
+            self._pump()
             return self._endpoint.has_room(nbytes)
 
     def receive(self, timeout_s: float = 0.0) -> list[Received]:
@@ -349,7 +350,6 @@ class Node(NotCopied, instead="make a node in every process that has one"):
 
     def _wait_for(self, is_done: Callable[[], bool], timeout_s: float) -> bool:
         """Move datagrams once, then wait until the I/O thread finds that ``is_done``; return whether it is."""
-        self._check_open()
         self._pump()
         if is_done() or timeout_s <= 0.0:
             return is_done()

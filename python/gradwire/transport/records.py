@@ -68,9 +68,9 @@ class SendLog:
         self.get = self._records.get  # not a method of its own: called once per record and peer
 
     def has_room(self, sealer: Sealer, nbytes: int) -> bool:
-        """Return whether the records of a message of this size fit; an empty log takes any."""
+        """Return whether the records of a message of this size fit beside those that are kept."""
         kept_bytes = sealer.wire_bytes(nbytes) + sealer.records_of(nbytes) * OBJECT_BYTES
-        return not self.used_bytes or self.used_bytes + kept_bytes <= self.limit_bytes
+        return self.used_bytes + kept_bytes <= self.limit_bytes
 
     def append(self, record: Record) -> None:
         """Keep a record; its number must be ``head``."""
