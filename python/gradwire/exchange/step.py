@@ -343,14 +343,14 @@ class Step:
         # so the first timeout of an owner's result suspects nobody.
         is_patient = pending.sharded is not None
         poll_s = 0.0
-        slices = self._router.slices
+        slices = None
         while True:
             needed = self._publish(pending)
             self._join.poll(poll_s)
             # A large message may take longer than that on a slow link: as long as parts of it come and go, nobody is
             # silent.
-            if self._router.slices != slices:
-                slices = self._router.slices
+            before, slices = slices, self._router.slices
+            if slices != before:
                 deadline_s = clock.now_s() + timeout_s
             if membership.phase is Phase.JOINING:
                 raise LeftBehind
