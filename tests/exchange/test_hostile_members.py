@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 import gradwire as gw
 from gradwire import reference
 from gradwire.errors import Mismatch
+from gradwire.exchange import snapshot as snapshot_module
 from gradwire.exchange.membership import STEPS_AHEAD_MAX, UpdateStream
 from gradwire.exchange.owner import Division
 from gradwire.exchange.protocol import (
@@ -26,7 +28,7 @@ from gradwire.exchange.protocol import (
     run_of,
     tag_of,
 )
-from gradwire.exchange.snapshot import Snapshot
+from gradwire.exchange.snapshot import Recipient, Snapshot
 from gradwire.transport.addressing import parse_numeric
 
 from ..seeds import seeds
@@ -127,7 +129,7 @@ def test_numeric_addresses_of_the_family_are_taken() -> None:
 def header(**changes: Any) -> str:
     arrays = [np.zeros((2, 3), np.float32)]
     snapshot = Snapshot(5, {NodeRun(1, 1): 5}, {}, arrays, 1, NodeRun(1, 1), "ab")
-    return json.dumps({**json.loads(snapshot.header()), **changes})
+    return json.dumps({**json.loads(snapshot.header([(0, 24)])), **changes})
 
 
 def check(there: list[list[Any]], params: int) -> None:
@@ -136,8 +138,9 @@ def check(there: list[list[Any]], params: int) -> None:
 
 
 def test_a_snapshot_of_the_own_layout_is_taken() -> None:
-    snapshot = Snapshot.from_header(payload(header()), check)
+    snapshot, ranges = Snapshot.from_header(payload(header()), check)
     assert (snapshot.step, snapshot.arrays[0].shape) == (5, (2, 3))
+    assert ranges == [(0, 24)]
 
 
 @pytest.mark.parametrize(
@@ -165,6 +168,11 @@ def test_a_snapshot_of_the_own_layout_is_taken() -> None:
         {"arrays": [["|O", [2, 3]]]},
         {"arrays": [[["<f4"], [2, 3]]]},
         {"arrays": 7},
+        {"goes_on": True},
+        {"ranges": [[0, 1 << 80]]},
+        {"ranges": [[8, 4]]},
+        {"ranges": [[0, 8], [4, 12]]},
+        {"ranges": 7},
     ],
 )
 def test_a_snapshot_with_numbers_out_of_range_is_a_message_error(changes: dict[str, Any]) -> None:
@@ -179,7 +187,7 @@ def test_a_snapshot_of_another_layout_is_refused_before_it_takes_memory(
     arrays: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = header(arrays=arrays)
-    monkeypatch.setattr(np, "empty", None)
+    monkeypatch.setattr(np, "zeros", None)
     with pytest.raises(Mismatch):
         Snapshot.from_header(payload(text), check)
 
@@ -189,11 +197,51 @@ def test_a_snapshot_nested_too_deeply_is_a_message_error() -> None:
         Snapshot.from_header(payload(DEEP), check)
 
 
+class Answers:
+    """A newcomer that has asked some members, and what they answer."""
+
+    def __init__(self, *donors: int, step: int | None = None) -> None:
+        self.runs = [NodeRun(donor, 1) for donor in donors]
+        self.recipient = Recipient(lambda *_: None, str, NodeRun(9, 1))
+        self.recipient.request(self.runs, {}, [["float32", [2, 3]]], step=step)
+
+    def add(self, place: int, content: str | NDArray[Any]) -> None:
+        data = content.encode() if isinstance(content, str) else content.tobytes()
+        self.recipient.add_part(self.runs[place], self.recipient.requests, memoryview(data))
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_snapshot_with_values_that_are_not_finite_is_a_message_error(value: float) -> None:
-    snapshot = Snapshot.from_header(payload(header()), check)
-    with pytest.raises(gw.MessageError, match="not finite"):
-        snapshot.add_part(memoryview(np.full(6, value, np.float32)).cast("B"))
+def test_a_snapshot_with_values_that_are_not_finite_is_not_taken(
+    value: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers = Answers(1)
+    answers.add(0, header())
+    answers.add(0, np.full(6, value, np.float32))
+    assert answers.recipient.take() is None
+    assert not answers.recipient.is_asked
+    assert answers.recipient.resumable is None
+    assert "not finite" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "contents",
+    [
+        [(0, header(ranges=[[0, 28]]))],
+        [(0, header(ranges=[[0, 12]])), (1, header(ranges=[[8, 24]]))],
+        [(0, header()), (0, np.zeros(7, np.float32))],
+    ],
+    ids=["beyond the end", "twice", "too long"],
+)
+def test_values_that_were_not_asked_for_are_not_taken(
+    contents: list[Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot_module, "_WHOLE_BYTES", 0)
+    answers = Answers(1, 2, step=5)
+    for place, content in contents:
+        answers.add(place, content)
+    assert answers.recipient.take() is None
+    assert not answers.recipient.is_asked
+    assert "this node asks another member" in caplog.text
 
 
 # ---- memory -----------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import gradwire as gw
 from gradwire.exchange import Group, Groups, StepResult
 from gradwire.exchange.metrics import ResidualMonitor
-from gradwire.exchange.protocol import Hello, Kind, Phase, run_of, tag_of
+from gradwire.exchange.protocol import TAG_NUMBERS, Hello, Kind, Phase, run_of, tag_of
 
 from ..seeds import seeds
 from .cluster import Cluster, FakeNode, cluster
@@ -342,6 +343,38 @@ def test_equalize_gives_all_nodes_the_parameters_of_the_one_with_the_lowest_id(s
         assert next_step == 3
         # Also of node 3, which begins with the same parameters and another state.
         assert state.tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("seed", seeds(3))
+def test_whoever_has_the_first_parameters_passes_them_on(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: Counter[int] = Counter()
+    publish = FakeNode.publish
+
+    def counted(node: FakeNode, buffer: Any, tag: int = 0, to: Any = None) -> Any:
+        is_header = tag // TAG_NUMBERS == Kind.SNAPSHOT and bytes(buffer)[:1] == b"{"
+        sent[node.peer.id] += is_header
+        return publish(node, buffer, tag, to)
+
+    def begin(node: FakeNode) -> Any:
+        share = share_on(node, min_peers=7)
+        params = np.full(NUMEL, node.peer.id, np.float32)
+        share.join(params, equalize=True)
+        share.step(update(node.peer.id, 0), params)
+        node.cluster.close(node)
+        return params
+
+    monkeypatch.setattr(FakeNode, "publish", counted)
+    with cluster(seed) as world:
+        nodes = [world.node(node_id) for node_id in range(1, 9)]
+        workers = [world.start(node, lambda n=node: begin(n)) for node in nodes]
+        world.run()
+    assert len({worker.result.tobytes() for worker in workers}) == 1
+    assert sum(sent.values()) == 7
+    assert (
+        max(sent.values()) <= 3
+    )  # one in each of three turns, in which those that have them double
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import gradwire as gw
+from gradwire.exchange import join as join_module
 from gradwire.exchange import snapshot as snapshot_module
 from gradwire.exchange.protocol import TAG_NUMBERS, Kind
 from gradwire.transport import Peer
@@ -46,14 +47,23 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a snapshot travel for several steps."""
     monkeypatch.setattr(snapshot_module, "_PART_BYTES", PART_BYTES)
     monkeypatch.setattr(snapshot_module, "_WHOLE_BYTES", 0)
+    monkeypatch.setattr(snapshot_module, "_ALIGNMENT_BYTES", PART_BYTES)
+    monkeypatch.setattr(snapshot_module, "_DONORS_MAX", 1)
+
+
+@pytest.fixture
+def many_donors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all members send a part of a snapshot."""
+    monkeypatch.setattr(snapshot_module, "_DONORS_MAX", 8)
 
 
 class Parts:
     """Counts the parts of snapshots that a node gets."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, receiver: FakeNode) -> None:
-        self.headers = 0
+        self.headers = self.header_bytes = 0
         self.nbytes = 0
+        self.by_sender: dict[int, int] = {}
         publish = FakeNode.publish
 
         def counted(node: FakeNode, buffer: Any, tag: int = 0, to: Peer | None = None) -> Any:
@@ -61,7 +71,11 @@ class Parts:
             if tag // TAG_NUMBERS == Kind.SNAPSHOT and to == receiver.peer:
                 is_header = bytes(buffer)[:1] == b"{"
                 self.headers += is_header
-                self.nbytes += 0 if is_header else len(bytes(buffer))
+                self.header_bytes += len(bytes(buffer)) if is_header else 0
+                nbytes = 0 if is_header else len(bytes(buffer))
+                self.nbytes += nbytes
+                sender = node.peer.id
+                self.by_sender[sender] = self.by_sender.get(sender, 0) + nbytes
             return ticket
 
         monkeypatch.setattr(FakeNode, "publish", counted)
@@ -69,14 +83,13 @@ class Parts:
 
 def arrived(newcomer: Trainer) -> int:
     """Return how many bytes of a snapshot a newcomer has and could keep."""
-    resumable = newcomer.share._join._recipient.resumable
-    return 0 if resumable is None else resumable.resumable_bytes
+    return newcomer.share._join._recipient.arrived_bytes
 
 
 def kill_donor(world: Cluster, newcomer: Trainer, trainers: list[Trainer]) -> Trainer:
-    """Kill the member that gives a newcomer its snapshot."""
-    donor = newcomer.share._join._recipient.donor
-    [dead] = [one for one in trainers if donor is not None and one.node.peer.id == donor.id]
+    """Kill a member that gives a newcomer its snapshot."""
+    donor = min(newcomer.share._join._recipient.donors)
+    [dead] = [one for one in trainers if one.node.peer.id == donor.id]
     world.kill(dead.node)
     return dead
 
@@ -99,12 +112,76 @@ def test_another_member_goes_on_with_the_snapshot_of_a_donor_that_dies(
             kill_donor(world, newcomer, trainers)
             recipient = newcomer.share._join._recipient
             assert recipient.resumable is not None
-            total = sum(array.nbytes for array in recipient.resumable.arrays)
+            total = recipient.resumable.nbytes
         world.run()
     assert_identical([*trainers, newcomer])
     # What was under way to the newcomer when the donors died has to travel again, and nothing else.
     assert parts.headers == 1 + deaths
     assert parts.nbytes <= total + deaths * 4 * PART_BYTES
+
+
+@pytest.mark.usefixtures("many_donors")
+@pytest.mark.parametrize("seed", seeds(2))
+@pytest.mark.parametrize("how", WAYS.values(), ids=WAYS)
+def test_every_member_sends_its_part_of_a_snapshot(
+    seed: int, how: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with cluster(seed) as world:
+        trainers = [Trainer(world, node_id, 60, min_peers=3, **how) for node_id in (10, 20, 30, 50)]
+        world.run(until=lambda: len(trainers[0].results) > 3)
+        newcomer = Trainer(world, 40, 60, min_peers=3, **how)
+        parts = Parts(monkeypatch, newcomer.node)
+        world.run()
+    assert_identical([*trainers, newcomer])
+    snapshot = newcomer.share._join._recipient
+    assert snapshot.requests == 1
+    assert sorted(parts.by_sender) == [10, 20, 30, 50]
+    sizes = sorted(parts.by_sender.values())
+    assert sizes[0] > 0
+    assert sizes[-1] - sizes[0] <= 3 * PART_BYTES
+    assert sum(sizes) == snapshot.received_bytes - parts.header_bytes
+
+
+@pytest.mark.usefixtures("many_donors")
+@pytest.mark.parametrize("seed", seeds(2))
+@pytest.mark.parametrize("deaths", [1, 2])
+@pytest.mark.parametrize("how", WAYS.values(), ids=WAYS)
+def test_another_member_sends_what_one_of_several_donors_has_not(
+    seed: int, deaths: int, how: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with cluster(seed) as world:
+        trainers = [Trainer(world, node_id, 60, min_peers=3, **how) for node_id in (10, 20, 30, 50)]
+        world.run(until=lambda: len(trainers[0].results) > 3)
+        newcomer = Trainer(world, 40, 60, min_peers=3, **how)
+        parts = Parts(monkeypatch, newcomer.node)
+        recipient = newcomer.share._join._recipient
+        for _ in range(deaths):
+            least = arrived(newcomer) + world.random.randint(4, 12)
+            world.run(until=lambda n=least: arrived(newcomer) >= n and recipient.donors)
+            kill_donor(world, newcomer, trainers)
+            assert recipient.resumable is not None
+            total = recipient.resumable.nbytes
+        world.run()
+    assert_identical([*trainers, newcomer])
+    assert parts.nbytes <= total + (deaths + 1) * 4 * PART_BYTES
+
+
+@pytest.mark.usefixtures("many_donors")
+@pytest.mark.parametrize("seed", seeds(2))
+@pytest.mark.parametrize("how", [WAYS["mean"], WAYS["sharded"]], ids=["mesh", "sharded"])
+def test_members_that_are_beyond_the_step_of_a_request_send_nothing_in_vain(
+    seed: int, how: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(join_module, "_STEPS_AHEAD_MAX", -1)
+    with cluster(seed) as world:
+        trainers = [Trainer(world, node_id, 60, min_peers=3, **how) for node_id in (10, 20, 30, 50)]
+        world.run(until=lambda: len(trainers[0].results) > 3)
+        newcomer = Trainer(world, 40, 60, min_peers=3, **how)
+        parts = Parts(monkeypatch, newcomer.node)
+        world.run()
+    assert_identical([*trainers, newcomer])
+    assert parts.headers == 5
+    assert parts.nbytes == max(parts.by_sender.values())  # of the one that is asked alone
 
 
 @pytest.mark.parametrize("seed", seeds(5))
@@ -178,17 +255,19 @@ def test_a_snapshot_of_another_training_or_layout_begins_at_the_first_byte() -> 
     arrays = [np.zeros(6, np.float32)]
     run = gw.exchange.protocol.NodeRun(1, 1)
     made = snapshot_module.Snapshot(5, {run: 5}, {}, arrays, 1, run, "ab")
-    earlier = snapshot_module.Snapshot.from_header(memoryview(made.header()), lambda *_: None)
-    earlier.add_part(memoryview(bytes(8)))
-    assert earlier.resumable_bytes == 8
-    goes_on = snapshot_module.Snapshot.from_header(
-        memoryview(made.header(8)), lambda *_: None, earlier
+    header = made.header([(0, 24)])
+    earlier, ranges = snapshot_module.Snapshot.from_header(memoryview(header), lambda *_: None)
+    assert ranges == [(0, 24)]
+    header = made.header([(8, 24)], goes_on=True)
+    goes_on, ranges = snapshot_module.Snapshot.from_header(
+        memoryview(header), lambda *_: None, earlier
     )
     assert goes_on.arrays is earlier.arrays
-    assert sum(map(len, goes_on.missing)) == 16
+    assert ranges == [(8, 24)]
     made.training = "cd"
-    with pytest.raises(gw.MessageError, match="not asked for"):
-        snapshot_module.Snapshot.from_header(memoryview(made.header(8)), lambda *_: None, earlier)
+    header = made.header([(8, 24)], goes_on=True)
+    with pytest.raises(gw.MessageError, match="no beginning"):
+        snapshot_module.Snapshot.from_header(memoryview(header), lambda *_: None, earlier)
 
 
 # --- real processes ---------------------------------------------------------------------------------------------------
@@ -251,8 +330,7 @@ def test_a_donor_that_is_killed_in_the_middle_costs_a_tenth_of_the_snapshot_at_m
         def kill() -> None:
             while recipient.received_bytes < 2 * LARGE_NUMEL:
                 time.sleep(0.001)
-            donor = recipient.donor
-            assert donor is not None
+            donor = min(recipient.donors)
             members[donor.id - 1].kill()
             has_killed.set()
 

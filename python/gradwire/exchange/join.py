@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
+import numpy as np
+
 from .. import clock
-from ..arrays import Arrays, copies, layouts
+from ..arrays import Arrays, copies, layouts, on_host
 from ..errors import Mismatch
 from ..message import Message
 from .departure import Departure, Trainings, deliver
@@ -18,6 +21,7 @@ from .membership import Membership, Router
 from .notes import Notes
 from .options import Options
 from .owner import can_be_of_same_owners
+from .parameters import MomentumSum
 from .protocol import Hello, Kind, NodeRun, Phase
 from .replica import Replica, add_to_exported
 from .results import Pace
@@ -29,6 +33,9 @@ _LOG = logging.getLogger(__name__)
 
 # Exchanges of the members that may pass until a newcomer gets an answer: it may ask right after one has begun.
 _SILENT_STEPS = 2
+# A request to several members names a step that they reach so many seconds later, and at most so many steps.
+_REQUEST_S = 1.0
+_STEPS_AHEAD_MAX = 16
 # Memory for the members' updates that wait for the snapshot: times its size, and at least so many bytes.
 _KEPT_FACTOR = 2
 _KEPT_BYTES = 256 << 20
@@ -91,16 +98,11 @@ class Join:
         self._replica = replica
         self._on_load = on_load
         self._on_follow = on_follow
-        self._donor = Donor(
-            router.node,
-            membership.introductions.peer_of,
-            replica.groups.max_payload_bytes(options.codec),
-            departure.supply,
-        )
+        step_bytes = replica.groups.max_payload_bytes(options.codec)
+        peer_of = self._introductions.peer_of
+        self._donor = Donor(router.node, peer_of, step_bytes, departure.supply)
         self._has_requests = False  # nodes wait for a snapshot from here
-        self._recipient = Recipient(
-            router.send, lambda run: self._introductions.peer_of(run).address, membership.run
-        )
+        self._recipient = Recipient(router.send, lambda run: peer_of(run).address, membership.run)
         router.handle(Kind.HELLO, self._add_hello)
         router.handle(Kind.REQUEST, self._add_request)
         router.handle(Kind.SNAPSHOT, self._recipient.add_part)
@@ -128,33 +130,32 @@ class Join:
         """
         membership = self._membership
         wait = clock.Wait("the initial parameters travel", self._options.timeout_s)
-        # The node with the lowest id gives its state to all whose digests differ from its own. Everybody waits until
-        # all digests are equal: otherwise a first update could arrive at a node that still has other parameters, and a
-        # node with equal ones would take those that receive theirs for stragglers.
+        # Everybody waits until all digests are equal: otherwise a first update could arrive at a node that still has
+        # other parameters, and a node with equal ones would take those that receive theirs for stragglers.
         here = {membership.run: self._replica.step}
         told_s = clock.now_s()
+        asked_digest = ""
         while membership.phase is Phase.IN:
-            hellos = {
-                run: self._introductions.hellos[run]
-                for run in membership.peers
-                if run in self._introductions.hellos
-            }
-            first = min((membership.run, *hellos))
-            own_digest, own_residual = self._introductions.start
-            digest = own_digest if first == membership.run else hellos[first].start[0]
-            if own_digest == digest and all(hello.start[0] == digest for hello in hellos.values()):
+            hellos = self._introductions.hellos
+            digests = {run: hellos[run].start[0] for run in membership.peers if run in hellos}
+            digests[membership.run], own_residual = self._introductions.start
+            first = min(digests)
+            able = sorted(run for run in digests if digests[run] == digests[first])
+            if len(able) == len(digests):
                 return
-            if first == membership.run:
+            self._recipient.drop(self._recipient.donors.difference(able))
+            if membership.run in able:
                 self._donor.serve(here, lambda: self._snapshot(here, params, optimizer_state))
-            elif own_digest == digest:
-                pass
-            elif self._recipient.donor != first:
-                layout = self._replica.state_layout(params)
-                self._recipient.request(first, {}, layout, goes_on=False)
+            elif not self._recipient.is_asked:
+                # One at a time from each: those that have got them double with every turn.
+                waiting = sorted(digests.keys() - able).index(membership.run)
+                if waiting < len(able):
+                    asked_digest = digests[first]
+                    self._recipient.request([able[waiting]], {}, self._replica.state_layout(params))
             elif (snapshot := self._recipient.take()) is not None:
                 optimizer_state.check(snapshot.arrays[snapshot.params :])
                 self._load(snapshot, params, optimizer_state)
-                membership.set_params(layouts(params), (digest, own_residual))
+                membership.set_params(layouts(params), (asked_digest, own_residual))
                 self._router.introduce()
                 continue
             # A large model on a slow link takes long: only silence is an error.
@@ -182,8 +183,10 @@ class Join:
         hello, before = self._introductions.read(run, payload)
         self._departure.heed_exclusions(run, hello)
         # Order matters below: a lost connection first, then misfits, then members, then nodes outside.
-        if run == self._recipient.donor and before is None:
-            self._recipient.cancel()  # the connection is new: the rest of the snapshot will not arrive
+        if before is None:
+            self._recipient.drop(
+                [run]
+            )  # the connection is new: the rest of the snapshot will not arrive
         if run in self._introductions.incompatible:
             self._departure.suspect_incompatible()
             return
@@ -383,10 +386,11 @@ class Join:
     def _join_with_snapshot(self, params: Any, optimizer_state: NodeState) -> None:
         """Ask for a snapshot, or load the one that has arrived."""
         members = self._trainings.joinable()
+        self._recipient.drop(self._recipient.donors - members.keys())
         # With ``min_members`` no step is taken alone.
         if _is_enough(self) and self._trainings.has_to_resume(members):
             self._resume(params, optimizer_state)
-        elif self._recipient.donor not in members:
+        elif not self._recipient.is_asked:
             self._ask(members, params)
         elif snapshot := _taken(self._recipient, self._membership, self._replica, self._options):
             if not self._options.is_sync:
@@ -423,6 +427,7 @@ class Join:
             step=step + 2,  # later than any update with which a node may have gone
             senders=[membership.run],
         )
+        snapshot.arrays[:] = copies(snapshot.arrays)
         replica.absorb_local_changes(params)
         replica.take_back_unapplied(finals, snapshot.accepted, snapshot.step)
         self._load(snapshot, params, optimizer_state)
@@ -431,7 +436,7 @@ class Join:
         self._router.introduce()
 
     def _ask(self, members: Mapping[NodeRun, Hello], params: Any) -> None:
-        """Ask a member for a snapshot, another one each time, if all members that it names are connected."""
+        """Ask for a snapshot, other members each time, if all members that they name are connected."""
         own_run = self._membership.run
         here = {own_run, *members}
         # A donor may only know members that this node is connected with: the updates of others would never arrive here.
@@ -443,10 +448,12 @@ class Join:
         }
         if able and len(first_direct) == len(members):
             place = (own_run.id + self._recipient.requests + 1) % len(able)
+            able = [*able[place:], *able[:place]]
             layout = self._replica.state_layout(params)
-            steps = _steps_to_go_on(self._recipient.resumable, self._membership, first_direct)
+            steps = _steps_to_go_on(self._recipient, self._membership, first_direct)
+            step = None if self._is_async else _step_ahead(self._membership, members.values())
             goes_on = steps is not None
-            self._recipient.request(able[place], steps or first_direct, layout, goes_on=goes_on)
+            self._recipient.request(able, steps or first_direct, layout, step=step, goes_on=goes_on)
             self._membership.forget_reports()
 
     def _follow(self, snapshot: Snapshot) -> bool:
@@ -523,11 +530,20 @@ def _first_received(membership: Membership, run: NodeRun) -> int | None:
     return None if stream is None else stream.first_received
 
 
+def _step_ahead(membership: Membership, members: Iterable[Hello]) -> int:
+    """Return a step that no member has reached when it gets a request that leaves now."""
+    longest_s = max((hello.step_s for hello in members), default=0.0)
+    steps = math.ceil(_REQUEST_S / longest_s) if longest_s > 0.0 else _STEPS_AHEAD_MAX
+    received = max((stream.received for stream in membership.others.values()), default=0)
+    return received + min(max(steps, 1), _STEPS_AHEAD_MAX)
+
+
 def _steps_to_go_on(
-    earlier: Snapshot | None, membership: Membership, first_direct: dict[NodeRun, int]
+    recipient: Recipient, membership: Membership, first_direct: dict[NodeRun, int]
 ) -> dict[NodeRun, int] | None:
     """Return the steps of a request that goes on with a dead donor's snapshot; None: everything has to travel again."""
-    if earlier is None or not earlier.resumable_bytes:
+    earlier = recipient.resumable
+    if earlier is None or not recipient.arrived_bytes:
         return None
     steps = dict(first_direct)
     for run, position in earlier.positions.items():
@@ -667,7 +683,7 @@ def _snapshot_of(
     params: Any,
     optimizer_state: NodeState,
 ) -> Snapshot:
-    """Return a copy of the present state.
+    """Return the present state, of which nothing is copied.
 
     Args:
         replica: of this node.
@@ -681,11 +697,14 @@ def _snapshot_of(
     introductions = membership.introductions
     workers = introductions.workers
     senders = () if sharding is None else sharding.senders
+    arrays = [
+        np.asarray(on_host(array), order="C") for array in (*shared, *optimizer_state.export())
+    ]
     return Snapshot(
         replica.step,
         positions,
         membership.finals,
-        copies([*shared, *optimizer_state.export()]),
+        arrays,
         len(shared),
         membership.origin,
         # A node that goes on alone may have left it: members that it does not see take part in it.
@@ -695,4 +714,5 @@ def _snapshot_of(
         senders,
         [run for run in senders if run in workers],
         replica.agreement.state(),
+        len(shared) // 2 if isinstance(replica.total, MomentumSum) else 0,
     )

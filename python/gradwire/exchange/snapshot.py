@@ -47,6 +47,8 @@ __all__ = [
 ]
 
 Layout: TypeAlias = list[list[Any]]  # [dtype, shape] of each array
+#: Begin and end of parts of the bytes of all arrays, one after the other; in order, without a common byte.
+Ranges: TypeAlias = list[tuple[int, int]]
 
 _LOG = logging.getLogger(__name__)
 
@@ -59,8 +61,11 @@ _WINDOW_BYTES_MAX = 8 << 20
 # Part of the newcomer's rate that is left for it while updates are under way to the members.
 _BUSY_SHARE = 0.1
 _LOOK_S = 0.01  # between two looks for space
-# A smaller array that has arrived in part travels again, so that no description in bytes is of two donors.
+# A smaller array comes from one donor, so that no description in bytes is of two. Several donors send as much each.
 _WHOLE_BYTES = 8 << 20
+_ALIGNMENT_BYTES = 64  # of a place in a larger array at which another donor goes on
+# Members that send one snapshot together: enough where each sends a tenth of what the newcomer can receive.
+_DONORS_MAX = 8
 # Space that is left for a step, at most: every node has as much.
 _STEP_BYTES_MAX = 16 << 20
 # A header comes from another machine: it must not be able to claim any amount of memory.
@@ -141,6 +146,7 @@ class Snapshot:
         finals: for departed members, the first update that nobody applied.
         arrays: of ``Replica.export_state``, then of the `NodeState`.
         params: number of the former.
+        velocities: number of those of them that are the velocity of the others, which come after all of it.
         origin: the node that began the training.
         training: its identity.
         is_sharded: whether parameters have owners.
@@ -148,7 +154,6 @@ class Snapshot:
         senders: as there.
         workers: those of them that own no parameters.
         agreement: of the updates, see `Agreement`.
-        missing: the arrays' bytes that have not arrived, for a snapshot in transit.
     """
 
     step: int
@@ -163,13 +168,19 @@ class Snapshot:
     senders: Collection[NodeRun] = ()
     workers: Collection[NodeRun] = ()
     agreement: Sequence[float] = (0.0, 0.0, 1)
-    missing: deque[memoryview] = field(default_factory=deque)
+    velocities: int = 0
 
-    def header(self, begin: int = 0) -> bytes:
-        """Return everything but the arrays' values, which follow from byte ``begin`` on."""
+    def header(self, ranges: Ranges, *, goes_on: bool = False) -> bytes:
+        """Return everything but the arrays' values.
+
+        Args:
+            ranges: of the values' bytes that follow.
+            goes_on: whether the newcomer has the others, of a donor that has died.
+        """
         return json.dumps(
             {
-                "begin": begin,
+                "ranges": ranges,
+                "goes_on": goes_on,
                 "step": self.step,
                 "positions": [[*run, step] for run, step in self.positions.items()],
                 "finals": [[*run, step] for run, step in self.finals.items()],
@@ -194,14 +205,14 @@ class Snapshot:
         payload: memoryview,
         check: Callable[[Layout, int], None],
         earlier: Snapshot | None = None,
-    ) -> Snapshot:
-        """Return a snapshot with arrays still to be filled.
+    ) -> tuple[Snapshot, Ranges]:
+        """Return a snapshot with arrays still to be filled, and the ranges of their bytes that follow.
 
         Args:
             payload: the header.
             check: raises an error for dtypes and shapes that are not this node's, before any memory is taken. It gets
                 the number of the parameters among them, too.
-            earlier: of a donor that has died, where the values may begin after those of it that have arrived.
+            earlier: what has arrived of a donor that has died, to which the values may be added.
 
         Raises:
             MessageError: the bytes are no header.
@@ -212,20 +223,19 @@ class Snapshot:
                 raise ValueError(f"{len(header['arrays'])} arrays")
             params = read_number(header["params"], _ARRAYS_MAX + 1)
             check([_read_layout(*entry) for entry in header["arrays"]], params)
-            begin = read_number(header["begin"])
-            if begin == 0:
+            if not header["goes_on"]:
                 # Zeros: what a dead donor has not sent is brought up to another one's, too.
                 arrays = [np.zeros(shape, dtype) for dtype, shape in header["arrays"]]
             elif earlier is not None and earlier.is_continued_by(header):
                 arrays = earlier.arrays
             else:
-                raise ValueError(f"values from byte {begin} on, which were not asked for")
+                raise ValueError("the rest of values of which there is no beginning")
             accepted: Accepted = {}
             for owner, owner_start, sender, sender_start, step in header["accepted"]:
                 by_sender = accepted.setdefault(read_run((owner, owner_start)), {})
                 by_sender[read_run((sender, sender_start))] = read_step(step)
             [origin] = _read_runs([header["origin"]])
-            return Snapshot(
+            snapshot = Snapshot(
                 read_step(header["step"]),
                 _read_steps(header["positions"]),
                 _read_steps(header["finals"]),
@@ -238,8 +248,8 @@ class Snapshot:
                 _read_runs(header["senders"]),
                 _read_runs(header["workers"]),
                 checked_state(header["agreement"]),
-                deque(_bytes_from(arrays, begin)),
             )
+            return snapshot, _read_ranges(header["ranges"])
         except (
             ValueError,
             TypeError,
@@ -254,28 +264,13 @@ class Snapshot:
         """Let the newcomer begin after ``step``, or after the donor's next step if that is later."""
         self.step = max(self.step + 1, step)
 
-    def add_part(self, part: memoryview) -> None:
-        """Add the next part that has arrived.
-
-        Raises:
-            MessageError: the part does not fit.
-        """
-        if not self.missing or len(part) > len(self.missing[0]):
-            raise MessageError("a part of a snapshot that does not fit")
-        # Parts arrive in order and may end anywhere in an array; the rest of its memory stays first in line.
-        memory = self.missing.popleft()
-        memory[: len(part)] = part
-        if len(part) < len(memory):
-            self.missing.appendleft(memory[len(part) :])
-        if not self.missing and not all(np.isfinite(array).all() for array in self.arrays):
-            raise MessageError("a snapshot with values that are not finite")
-
-    def parts(self, begin: int = 0) -> list[memoryview]:
-        """Return the header and the arrays' bytes from ``begin`` on, in parts of bounded size."""
-        parts = [memoryview(self.header(begin))]
-        for data in _bytes_from(self.arrays, begin):
-            starts = range(0, len(data), _PART_BYTES)
-            parts += [data[start : start + _PART_BYTES] for start in starts]
+    def parts(self, ranges: Ranges, *, goes_on: bool) -> list[memoryview]:
+        """Return the header, and copies of the arrays' bytes in some ranges, in parts of bounded size."""
+        parts = [memoryview(self.header(ranges, goes_on=goes_on))]
+        for data in _memory_of(self.arrays, ranges):
+            copied = memoryview(bytes(data))
+            starts = range(0, len(copied), _PART_BYTES)
+            parts += [copied[start : start + _PART_BYTES] for start in starts]
         return parts
 
     @property
@@ -285,20 +280,54 @@ class Snapshot:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
-    def resumable_bytes(self) -> int:
-        """Number of the bytes that have arrived and need not travel again."""
-        arrived = sum(array.nbytes for array in self.arrays) - sum(map(len, self.missing))
+    def nbytes(self) -> int:
+        """Size of all arrays."""
+        return sum(array.nbytes for array in self.arrays)
+
+    def share(self, place: int, count: int) -> Ranges:
+        """Return what the donor at a place of several sends."""
+        # Whatever arrives can be brought up to a later step as long as no parameter arrives before its velocity.
+        velocity_bytes = sum(array.nbytes for array in self.arrays[: self.velocities])
+        rest_bytes = self.nbytes - 2 * velocity_bytes
+        first, last = (self._cut(velocity_bytes * at // count) for at in (place, place + 1))
+        begin, end = (
+            self._cut(2 * velocity_bytes + rest_bytes * at // count) for at in (place, place + 1)
+        )
+        ranges = [(first, last), (velocity_bytes + first, velocity_bytes + last), (begin, end)]
+        return [(begin, end) for begin, end in ranges if begin < end]
+
+    def whole(self, ranges: Ranges) -> Ranges:
+        """Return ranges of what is missing, with all of the small arrays that they touch."""
+        return [(self._cut(begin), end) for begin, end in ranges]
+
+    def _cut(self, place: int) -> int:
+        """Return the next place before a byte, or that byte, at which another donor may go on."""
         begin = 0
         for array in self.arrays:
-            if begin + array.nbytes > arrived:
-                return arrived if array.nbytes > _WHOLE_BYTES else begin
+            if place < begin + array.nbytes:
+                within = place - begin if array.nbytes > _WHOLE_BYTES else 0
+                return begin + within - within % _ALIGNMENT_BYTES
             begin += array.nbytes
         return begin
 
+    def is_of_same_step(self, other: Snapshot) -> bool:
+        """Return whether another donor's snapshot has the same values: it holds the same updates."""
+        # One of the two may not know yet that a member is gone.
+        runs = self.positions.keys() | other.positions.keys()
+        ours, theirs = (
+            (
+                each.step,
+                [each.positions.get(run, each.finals.get(run)) for run in runs],
+                (each.params, each.training, each.is_sharded, each.digest),
+            )
+            for each in (self, other)
+        )
+        return ours == theirs
+
     def is_continued_by(self, header: Mapping[str, Any]) -> bool:
-        """Return whether another donor's snapshot begins where this one has ended."""
-        ours = (self.resumable_bytes, self.params, self.training, self.is_sharded)
-        theirs = tuple(header[name] for name in ("begin", "params", "training", "is_sharded"))
+        """Return whether another donor's snapshot can add to this one."""
+        ours = (self.params, self.training, self.is_sharded)
+        theirs = tuple(header[name] for name in ("params", "training", "is_sharded"))
         own_layout = [[array.dtype.str, list(array.shape)] for array in self.arrays]
         return ours == theirs and own_layout == header["arrays"]
 
@@ -311,14 +340,25 @@ def _read_runs(entries: Any) -> list[NodeRun]:
     return list(map(read_run, entries))
 
 
-def _bytes_from(arrays: Arrays, begin: int) -> list[memoryview]:
-    """Return the memory of arrays from byte ``begin`` of all of them on."""
-    rest = []
-    for array in arrays:
-        if begin < array.nbytes:
-            rest.append(array.reshape(-1).view(np.uint8).data[begin:])
-        begin = max(0, begin - array.nbytes)
-    return rest
+def _read_ranges(entries: Any) -> Ranges:
+    ranges = [(read_number(begin, 1 << 62), read_number(end, 1 << 62)) for begin, end in entries]
+    ends = [0, *(end for _, end in ranges)]
+    if any(not before <= begin < end for before, (begin, end) in zip(ends, ranges, strict=False)):
+        raise ValueError(f"ranges that are not in order: {ranges[:4]}")
+    return ranges
+
+
+def _memory_of(arrays: Arrays, ranges: Ranges) -> list[memoryview]:
+    """Return the memory of some ranges of all arrays' bytes, in order."""
+    pieces: list[memoryview] = []
+    for begin, end in ranges:
+        base = 0
+        for array in arrays:
+            first, last = max(begin - base, 0), min(end - base, array.nbytes)
+            if first < last:
+                pieces.append(array.reshape(-1).view(np.uint8).data[first:last])
+            base += array.nbytes
+    return pieces
 
 
 def _read_layout(dtype: Any, shape: Any) -> list[Any]:
@@ -329,31 +369,44 @@ def _read_layout(dtype: Any, shape: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class Request:
-    """A newcomer's request for a snapshot.
+    """A newcomer's request for a snapshot, or for what one of several donors sends of it.
 
     Attributes:
         steps: for every member the first update that the newcomer gets directly: the snapshot has to hold all before.
             Where it goes on with a dead donor's, for a departed member the first update that the newcomer lacks.
-        begin: number of the values' bytes that it has of a dead donor.
-        digest: of their arrays, see `Snapshot`.
+        missing: what it lacks of a dead donor's values.
+        digest: of their arrays, see `Snapshot`; empty: it has nothing.
+        step: at which all donors begin; None: at the next one.
+        place: of the receiver among the donors.
+        donors: their number.
     """
 
     steps: dict[NodeRun, int]
-    begin: int = 0
+    missing: Ranges = field(default_factory=list)
     digest: str = ""
+    step: int | None = None
+    place: int = 0
+    donors: int = 1
 
     def encode(self) -> bytes:
         """Return the document as bytes."""
         steps = json.loads(encode_steps(self.steps))
-        return json.dumps({"steps": steps, "begin": self.begin, "digest": self.digest}).encode()
+        return json.dumps({**vars(self), "steps": steps}).encode()
 
     @staticmethod
     def decode(payload: memoryview) -> Request:
         """Return the document; raise `MessageError` if the bytes are none."""
         try:
             document = json.loads(bytes(payload))
-            steps = decode_steps(memoryview(json.dumps(document["steps"]).encode()))
-            return Request(steps, read_number(document["begin"]), str(document["digest"]))
+            donors = read_number(document["donors"], _DONORS_MAX + 1)
+            return Request(
+                decode_steps(memoryview(json.dumps(document["steps"]).encode())),
+                _read_ranges(document["missing"]),
+                str(document["digest"]),
+                None if document["step"] is None else read_step(document["step"]),
+                read_number(document["place"], donors),
+                donors,
+            )
         except (ValueError, TypeError, LookupError, RecursionError) as error:
             raise MessageError(f"a request that cannot be read: {error!r}") from error
 
@@ -470,9 +523,10 @@ class Donor:
 
         Args:
             positions: for every member, this node included, the first update that is not in the state.
-            make: returns the snapshot; called at most once.
+            make: returns the snapshot, of which nothing has to be copied; called at most once.
         """
         snapshot = None
+        step = max(positions.values())  # of a synchronous exchange
         connected = set(map(run_of, self._node.peers)) if self._requests else set()
         for run, (number, request) in list(self._requests.items()):
             if run not in connected:
@@ -483,15 +537,16 @@ class Donor:
             is_early = any(
                 positions.get(member, step) < step for member, step in request.steps.items()
             )
-            if is_early or run in positions:
+            if is_early or run in positions or step < (request.step or 0):
                 continue
-            # One copy serves all newcomers that wait at this step.
             snapshot = snapshot or make()
             # The updates go before the values, which the newcomer takes when it has the updates.
-            goes_on = request.begin and request.digest == snapshot.digest
-            begin = request.begin if goes_on and self._supply(run, request.steps) else 0
+            goes_on = request.digest == snapshot.digest and self._supply(run, request.steps)
+            ranges = request.missing if goes_on else snapshot.share(request.place, request.donors)
+            if request.step not in (None, step):
+                ranges = []  # too late: the other donors' values are of another step
             with self._lock:
-                self._transfers[run] = _Transfer(number, snapshot.parts(begin))
+                self._transfers[run] = _Transfer(number, snapshot.parts(ranges, goes_on=goes_on))
                 is_sending = self._is_sending
                 self._is_sending = True
             del self._requests[run]
@@ -548,8 +603,51 @@ class Donor:
         return bool(transfer.parts)
 
 
+class _Delivery:
+    """What one donor is to send.
+
+    Args:
+        arrays: of the snapshot.
+        ranges: of their bytes, in the order in which they come.
+    """
+
+    def __init__(self, arrays: Arrays, ranges: Ranges) -> None:
+        self._ranges = ranges
+        self._missing = deque(_memory_of(arrays, ranges))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all has arrived."""
+        return not self._missing
+
+    @property
+    def missing(self) -> Ranges:
+        """What has not arrived."""
+        left = sum(map(len, self._missing))
+        ranges: Ranges = []
+        for begin, end in reversed(self._ranges):
+            if left > 0:
+                ranges.insert(0, (max(begin, end - left), end))
+            left -= end - begin
+        return ranges
+
+    def add_part(self, part: memoryview) -> None:
+        """Add the next part that has arrived.
+
+        Raises:
+            MessageError: the part does not fit.
+        """
+        if not self._missing or len(part) > len(self._missing[0]):
+            raise MessageError("a part of a snapshot that does not fit")
+        # Parts arrive in order and may end anywhere in an array; the rest of its memory stays first in line.
+        memory = self._missing.popleft()
+        memory[: len(part)] = part
+        if len(part) < len(memory):
+            self._missing.appendleft(memory[len(part) :])
+
+
 class Recipient:
-    """Asks another node for its snapshot, and collects the parts.
+    """Asks other nodes for a snapshot, and collects the parts.
 
     Args:
         send: sends a control message: its kind, its number, the payload and the receiver.
@@ -557,11 +655,11 @@ class Recipient:
         me: this node.
 
     Attributes:
-        donor: the node that was asked last, until its snapshot is taken; or None.
         incoming: the snapshot that is under way, or was taken; None: nothing of it has arrived.
-        earlier: what a dead donor had sent, until ``incoming`` goes on with it; None: nothing.
+        earlier: what dead donors had sent, until ``incoming`` goes on with it; None: nothing.
         requests: number of requests so far.
         received_bytes: size of all parts that have arrived so far, of all requests.
+        is_asked: whether a snapshot is under way, or has arrived and was not taken.
     """
 
     def __init__(
@@ -570,46 +668,86 @@ class Recipient:
         address_of: Callable[[NodeRun], str],
         me: NodeRun,
     ) -> None:
-        self.donor: NodeRun | None = None
         self.requests = 0
         self.received_bytes = 0
+        self.is_asked = False
+        # Whether donors that were asked together have answered at different steps, until a snapshot is taken.
+        self._is_mixed = False
         self._send = send
         self._address_of = address_of
         self._me = me
         self._own_layout: Layout = []
         self.incoming: Snapshot | None = None
         self.earlier: Snapshot | None = None
+        # By donor, until all of it has arrived; None: not even the header.
+        self._deliveries: dict[NodeRun, _Delivery | None] = {}
+        self._holes: Ranges = []  # of ``incoming``: what no donor is to send
         self._waiting: list[
-            memoryview
+            tuple[NodeRun, memoryview]
         ] = []  # parts for which ``earlier`` has to be brought up first
 
     def request(
-        self, donor: NodeRun, steps: dict[NodeRun, int], own_layout: Layout, *, goes_on: bool
+        self,
+        donors: Sequence[NodeRun],
+        steps: dict[NodeRun, int],
+        own_layout: Layout,
+        *,
+        step: int | None = None,
+        goes_on: bool = False,
     ) -> None:
-        """Ask a node, in the place of an earlier one.
+        """Ask some nodes, in the place of earlier ones.
 
         Args:
-            donor: the node.
+            donors: that are able to, in the order in which they are asked.
             steps: see `Request`.
             own_layout: of this node's parameters, which the snapshot must have, too.
+            step: at which several of them can begin; None: they have no common step.
             goes_on: whether to go on with ``resumable``.
         """
         # Numbered, because parts of an earlier answer may still arrive from the same donor.
         self.requests += 1
-        self.donor = donor
         self._own_layout = own_layout
         earlier = self.resumable if goes_on else None
+        missing = self.missing if goes_on else []
         self.forget()
         self.earlier = earlier
-        request = Request(steps)
-        if earlier is not None:
-            request = Request(steps, earlier.resumable_bytes, earlier.digest)
-        self._send(Kind.REQUEST, self.requests, request.encode(), donor)
+        self._holes = missing
+        self.is_asked = True
+        digest = "" if earlier is None else earlier.digest
+        # What goes on with an earlier snapshot needs the updates between two steps, and not between many.
+        count = 1
+        if step is not None and not goes_on and not self._is_mixed:
+            share_bytes = max(_WHOLE_BYTES, 1)
+            count = min(len(donors), _DONORS_MAX, max(1, _layout_bytes(own_layout) // share_bytes))
+        step = step if count > 1 else None
+        for place, donor in enumerate(donors[:count]):
+            self._deliveries[donor] = None
+            request = Request(steps, missing, digest, step, place, count)
+            self._send(Kind.REQUEST, self.requests, request.encode(), donor)
+
+    @property
+    def donors(self) -> set[NodeRun]:
+        """The nodes that were asked and have not sent everything."""
+        return set(self._deliveries)
 
     @property
     def resumable(self) -> Snapshot | None:
         """What has arrived of a snapshot, with which another donor may go on."""
         return self.earlier if self.is_behind else self.incoming
+
+    @property
+    def missing(self) -> Ranges:
+        """What has not arrived of ``resumable``, or has to travel again."""
+        snapshot = self.resumable
+        deliveries = [delivery for delivery in self._deliveries.values() if delivery is not None]
+        ranges = [*self._holes, *(each for delivery in deliveries for each in delivery.missing)]
+        return [] if snapshot is None else snapshot.whole(sorted(ranges))
+
+    @property
+    def arrived_bytes(self) -> int:
+        """Size of what has arrived of ``resumable`` and need not travel again."""
+        snapshot = self.resumable
+        return 0 if snapshot is None else snapshot.nbytes - _size_of(self.missing)
 
     @property
     def is_behind(self) -> bool:
@@ -621,17 +759,26 @@ class Recipient:
         self.earlier = None
         waiting = self._waiting
         self._waiting = []
-        for part in waiting:
-            self._add(part)
+        for run, part in waiting:
+            if run in self._deliveries:
+                self._add(run, part)
+
+    def drop(self, runs: Collection[NodeRun]) -> None:
+        """Wait no longer for some donors, which are gone; the others' parts are still taken."""
+        for run in self.donors.intersection(runs):
+            self._end_delivery(run)
 
     def cancel(self) -> None:
         """Take no more parts of what was asked for."""
-        self.donor = None
+        self.drop(self.donors)
+        self.is_asked = False
 
     def forget(self) -> None:
         """Forget what has arrived."""
         self.incoming = None
         self.earlier = None
+        self._deliveries.clear()
+        self._holes = []
         self._waiting = []
 
     def add_part(self, run: NodeRun, number: int, payload: memoryview) -> None:
@@ -640,26 +787,53 @@ class Recipient:
         Raises:
             Mismatch: the donor has other parameters.
         """
-        if (run, number) != (self.donor, self.requests):
+        if run not in self._deliveries or number != self.requests:
             return
         self.received_bytes += len(payload)
-        self._add(payload)
+        self._add(run, payload)
 
-    def _add(self, payload: memoryview) -> None:
+    def _add(self, run: NodeRun, payload: memoryview) -> None:
         try:
-            if self.incoming is None:
-                self.incoming = Snapshot.from_header(payload, self._check, self.earlier)
-                if self.earlier is not None and self.incoming.arrays is not self.earlier.arrays:
-                    self.earlier = None  # this donor cannot go on with it
+            delivery = self._deliveries[run]
+            if delivery is None:
+                self._begin_delivery(run, payload)
             elif self.is_behind:
-                self._waiting.append(payload)
+                self._waiting.append((run, payload))
             else:
-                self.incoming.add_part(payload)
+                delivery.add_part(payload)
+                if delivery.is_done:
+                    self._end_delivery(run)
         except MessageError as error:
-            address = "" if self.donor is None else self._address_of(self.donor)
-            _LOG.warning("%s: %s; this node asks another member", address, error)
+            _LOG.warning("%s: %s; this node asks another member", self._address_of(run), error)
             self.cancel()
             self.forget()
+
+    def _begin_delivery(self, run: NodeRun, header: memoryview) -> None:
+        """Read the header of a donor's answer."""
+        snapshot, ranges = Snapshot.from_header(header, self._check, self.earlier)
+        goes_on = self.earlier is not None and snapshot.arrays is self.earlier.arrays
+        is_late = not ranges and not goes_on and snapshot.nbytes > 0
+        if is_late or not (self.incoming is None or self.incoming.is_of_same_step(snapshot)):
+            self._is_mixed = True
+            self._end_delivery(run)
+            return
+        if self.incoming is None:
+            self.incoming = snapshot
+            if not goes_on:  # this donor cannot go on with it
+                self.earlier = None
+                self._holes = [(0, snapshot.nbytes)]
+        self._holes = _without(self._holes, ranges)
+        self._deliveries[run] = _Delivery(self.incoming.arrays, ranges)
+        if not ranges:
+            self._end_delivery(run)
+
+    def _end_delivery(self, run: NodeRun) -> None:
+        """Wait for nothing more of a donor; what it has not sent is missing."""
+        delivery = self._deliveries.pop(run)
+        if delivery is not None:
+            self._holes = sorted([*self._holes, *delivery.missing])
+        if not self._deliveries and (self.incoming is None or self._holes):
+            self.is_asked = False
 
     def _check(self, there: Layout, params: int) -> None:
         """Refuse arrays that are not this node's, before they take memory; their state is bounded by the parameters."""
@@ -678,25 +852,48 @@ class Recipient:
     def progress(self) -> str:
         """How much of the snapshot has arrived, as text; empty: nothing."""
         snapshot = self.incoming
-        if self.donor is None or snapshot is None:
+        if not self.is_asked or snapshot is None:
             return ""
-        missing = sum(map(len, snapshot.missing))
-        total = sum(array.nbytes for array in snapshot.arrays)
-        return f"{clock.of_bytes(total - missing, total)} from {self._address_of(self.donor)}"
+        donors = ", ".join(map(self._address_of, sorted(self._deliveries)))
+        return f"{clock.of_bytes(self.arrived_bytes, snapshot.nbytes)} from {donors}"
 
     @property
     def expected_bytes(self) -> int:
         """Size of the snapshot that is under way; 0: unknown."""
-        arrays = [] if self.incoming is None else self.incoming.arrays
-        return sum(array.nbytes for array in arrays)
+        return 0 if self.incoming is None else self.incoming.nbytes
 
     def take(self) -> Snapshot | None:
         """Return the snapshot once all of it has arrived, and end the request; None before."""
         snapshot = self.incoming
-        if self.donor is None or snapshot is None or snapshot.missing or self.is_behind:
+        if not self.is_asked or snapshot is None or self._deliveries or self.is_behind:
             return None
-        self.donor = None
-        return snapshot
+        self.is_asked = self._is_mixed = False
+        if all(np.isfinite(array).all() for array in snapshot.arrays):
+            return snapshot
+        _LOG.warning("a snapshot with values that are not finite; this node asks another member")
+        self.forget()
+        return None
+
+
+def _without(ranges: Ranges, taken: Ranges) -> Ranges:
+    """Return ranges without others that lie within them.
+
+    Raises:
+        MessageError: they do not.
+    """
+    rest = list(ranges)
+    for begin, end in taken:
+        around = [(first, last) for first, last in rest if first <= begin and end <= last]
+        if not around:
+            raise MessageError(f"values from byte {begin} to {end}, which were not asked for")
+        [(first, last)] = around
+        rest.remove((first, last))
+        rest += [piece for piece in ((first, begin), (end, last)) if piece[0] < piece[1]]
+    return sorted(rest)
+
+
+def _size_of(ranges: Ranges) -> int:
+    return sum(end - begin for begin, end in ranges)
 
 
 def _layout_bytes(layout: Layout) -> int:
