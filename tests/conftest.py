@@ -63,9 +63,13 @@ def pytest_report_header() -> str:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """Start worker processes for the whole suite only: named files start sooner without, and can be debugged."""
-    return 0 if config.args_source is pytest.Config.ArgsSource.ARGS else None
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Start worker processes for the whole suite only: named files start sooner without, and can be debugged.
+
+    One more than there are processors: many tests wait for other processes, links or timers.
+    """
+    is_whole = config.args_source is not pytest.Config.ArgsSource.ARGS
+    return (os.cpu_count() or 1) + 1 if is_whole else 0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

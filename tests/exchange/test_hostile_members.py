@@ -134,7 +134,7 @@ def header(**changes: Any) -> str:
 
 def check(there: list[list[Any]], params: int) -> None:
     if there != [["float32", [2, 3]]] or params != 1:
-        raise Mismatch(str(there))
+        raise Mismatch("another layout")
 
 
 def test_a_snapshot_of_the_own_layout_is_taken() -> None:
@@ -181,7 +181,7 @@ def test_a_snapshot_with_numbers_out_of_range_is_a_message_error(changes: dict[s
 
 
 @pytest.mark.parametrize(
-    "arrays", [[["<f4", [1 << 40]]], [["<f4", [0]]] * 1_000_000, [], [["<f8", [2, 3]]]]
+    "arrays", [[["<f4", [1 << 40]]], [["<f4", [0]]] * 100_000, [], [["<f8", [2, 3]]]]
 )
 def test_a_snapshot_of_another_layout_is_refused_before_it_takes_memory(
     arrays: list[Any], monkeypatch: pytest.MonkeyPatch
