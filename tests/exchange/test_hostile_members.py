@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 import gradwire as gw
-from gradwire import reference
+from gradwire import clock, reference
 from gradwire.errors import Mismatch
 from gradwire.exchange import snapshot as snapshot_module
 from gradwire.exchange.membership import STEPS_AHEAD_MAX, UpdateStream
@@ -28,7 +28,7 @@ from gradwire.exchange.protocol import (
     run_of,
     tag_of,
 )
-from gradwire.exchange.snapshot import Recipient, Snapshot
+from gradwire.exchange.snapshot import Recipient, Request, Snapshot
 from gradwire.transport.addressing import parse_numeric
 
 from ..seeds import seeds
@@ -202,8 +202,19 @@ class Answers:
 
     def __init__(self, *donors: int, step: int | None = None) -> None:
         self.runs = [NodeRun(donor, 1) for donor in donors]
-        self.recipient = Recipient(lambda *_: None, str, NodeRun(9, 1))
-        self.recipient.request(self.runs, {}, [["float32", [2, 3]]], step=step)
+        self.asked: list[int] = []
+        self.recipient = Recipient(self.send, str, NodeRun(9, 1))
+        self.ask(step=step)
+
+    def send(self, _: Kind, number: int, payload: bytes, donor: NodeRun) -> None:
+        self.asked.append(donor.id)
+        assert number == self.recipient.requests
+        assert Request.decode(memoryview(payload)).encode() == payload
+
+    def ask(self, *, step: int | None = None, goes_on: bool = False) -> None:
+        self.asked.clear()
+        layout = [["float32", [2, 3]]]
+        self.recipient.request(self.runs, {}, layout, step=step, goes_on=goes_on)
 
     def add(self, place: int, content: str | NDArray[Any]) -> None:
         data = content.encode() if isinstance(content, str) else content.tobytes()
@@ -242,6 +253,33 @@ def test_values_that_were_not_asked_for_are_not_taken(
     assert answers.recipient.take() is None
     assert not answers.recipient.is_asked
     assert "this node asks another member" in caplog.text
+    answers.ask(step=6)
+    assert len(answers.asked) == 1  # or the same member would spoil every answer
+
+
+@pytest.mark.parametrize(("after_s", "is_dropped"), [(5.0, False), (100.0, True)])
+def test_the_fastest_donor_is_asked_for_what_a_slow_one_has_not_sent(
+    after_s: float, is_dropped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(snapshot_module, "_WHOLE_BYTES", 0)
+    monkeypatch.setattr(snapshot_module, "_ALIGNMENT_BYTES", 4)
+    monkeypatch.setattr(clock, "now_s", lambda: now_s)
+    answers = Answers(1, 2, 3, step=5)
+    for place in range(3):
+        answers.add(place, header(ranges=[[8 * place, 8 * place + 8]]))
+    answers.add(2, np.full(1, 6, np.float32))
+    now_s = 1.0
+    answers.add(1, np.full(2, 5, np.float32))
+    now_s = 4.0
+    answers.add(2, np.full(1, 6, np.float32))
+    now_s = after_s
+    answers.recipient.drop([])
+    assert answers.recipient.is_asked != is_dropped
+    assert answers.recipient.missing == [(0, 8)]
+    if is_dropped:
+        answers.ask(goes_on=True)
+        assert answers.asked == [2]
 
 
 # ---- memory -----------------------------------------------------------------------------------------------------

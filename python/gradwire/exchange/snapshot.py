@@ -66,6 +66,10 @@ _WHOLE_BYTES = 8 << 20
 _ALIGNMENT_BYTES = 64  # of a place in a larger array at which another donor goes on
 # Members that send one snapshot together: enough where each sends a tenth of what the newcomer can receive.
 _DONORS_MAX = 8
+# The rest of slow donors is asked of the fastest where it would take less than this part of the time, so many seconds
+# after the first answer at the earliest.
+_GAIN = 0.5
+_PATIENCE_S = 10.0
 # Space that is left for a step, at most: every node has as much.
 _STEP_BYTES_MAX = 16 << 20
 # A header comes from another machine: it must not be able to claim any amount of memory.
@@ -612,6 +616,7 @@ class _Delivery:
     """
 
     def __init__(self, arrays: Arrays, ranges: Ranges) -> None:
+        self.nbytes = _size_of(ranges)
         self._ranges = ranges
         self._missing = deque(_memory_of(arrays, ranges))
 
@@ -671,8 +676,11 @@ class Recipient:
         self.requests = 0
         self.received_bytes = 0
         self.is_asked = False
-        # Whether donors that were asked together have answered at different steps, until a snapshot is taken.
-        self._is_mixed = False
+        # Until a snapshot is taken: several donors have answered at different steps, or something that is no snapshot.
+        self._asks_one = False
+        self._fastest: NodeRun | None = None  # of those that have sent all that was asked of them
+        self._rate = 0.0  # of the fastest, in bytes per second
+        self._begun_s = 0.0  # when the first answer came
         self._send = send
         self._address_of = address_of
         self._me = me
@@ -716,10 +724,12 @@ class Recipient:
         digest = "" if earlier is None else earlier.digest
         # What goes on with an earlier snapshot needs the updates between two steps, and not between many.
         count = 1
-        if step is not None and not goes_on and not self._is_mixed:
+        if step is not None and not goes_on and not self._asks_one:
             share_bytes = max(_WHOLE_BYTES, 1)
             count = min(len(donors), _DONORS_MAX, max(1, _layout_bytes(own_layout) // share_bytes))
         step = step if count > 1 else None
+        donors = sorted(donors, key=lambda run: run != self._fastest)
+        self._rate = 0.0
         for place, donor in enumerate(donors[:count]):
             self._deliveries[donor] = None
             request = Request(steps, missing, digest, step, place, count)
@@ -764,9 +774,20 @@ class Recipient:
                 self._add(run, part)
 
     def drop(self, runs: Collection[NodeRun]) -> None:
-        """Wait no longer for some donors, which are gone; the others' parts are still taken."""
+        """Wait no longer for donors that are gone, nor for slow ones if another one sends their rest sooner."""
         for run in self.donors.intersection(runs):
             self._end_delivery(run)
+        elapsed_s = clock.now_s() - self._begun_s
+        if self._rate and elapsed_s > _PATIENCE_S:
+            left = [
+                (_size_of(delivery.missing), delivery.nbytes)
+                for delivery in self._deliveries.values()
+                if delivery is not None
+            ]
+            seconds = [elapsed_s * missing / max(nbytes - missing, 1) for missing, nbytes in left]
+            all_bytes = sum(missing for missing, _ in left)
+            if all_bytes / self._rate < _GAIN * max(seconds, default=0.0):
+                self.drop(self.donors)
 
     def cancel(self) -> None:
         """Take no more parts of what was asked for."""
@@ -803,8 +824,12 @@ class Recipient:
                 delivery.add_part(payload)
                 if delivery.is_done:
                     self._end_delivery(run)
+                    rate = delivery.nbytes / max(clock.now_s() - self._begun_s, 1e-9)
+                    if rate > self._rate:
+                        self._rate, self._fastest = rate, run
         except MessageError as error:
             _LOG.warning("%s: %s; this node asks another member", self._address_of(run), error)
+            self._asks_one = True
             self.cancel()
             self.forget()
 
@@ -814,11 +839,12 @@ class Recipient:
         goes_on = self.earlier is not None and snapshot.arrays is self.earlier.arrays
         is_late = not ranges and not goes_on and snapshot.nbytes > 0
         if is_late or not (self.incoming is None or self.incoming.is_of_same_step(snapshot)):
-            self._is_mixed = True
+            self._asks_one = True
             self._end_delivery(run)
             return
         if self.incoming is None:
             self.incoming = snapshot
+            self._begun_s = clock.now_s()
             if not goes_on:  # this donor cannot go on with it
                 self.earlier = None
                 self._holes = [(0, snapshot.nbytes)]
@@ -867,8 +893,9 @@ class Recipient:
         snapshot = self.incoming
         if not self.is_asked or snapshot is None or self._deliveries or self.is_behind:
             return None
-        self.is_asked = self._is_mixed = False
-        if all(np.isfinite(array).all() for array in snapshot.arrays):
+        self.is_asked = False
+        self._asks_one = not all(np.isfinite(array).all() for array in snapshot.arrays)
+        if not self._asks_one:
             return snapshot
         _LOG.warning("a snapshot with values that are not finite; this node asks another member")
         self.forget()
