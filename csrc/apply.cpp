@@ -58,7 +58,7 @@ class Adder {
             const Entry* entries = entries_.data() + runs_[i].begin;
             const Quanta& quanta = runs_[i].quanta;
             add_entries(entries, end - runs_[i].begin, block_.target, numel_, quanta.target, scattered_);
-            if (block_.second)
+            if (changes_second(quanta))
                 add_entries(entries, end - runs_[i].begin, block_.second, numel_, quanta.second, scattered_);
         }
         used_ = 0;
@@ -85,7 +85,8 @@ class Adder {
             const BitRun changed_here{changed.bytes, changed.size, changed.bit + (own - first)};
             const BitRun minus_here{minus.bytes, minus.size, minus.bit + set};
             const uint64_t offset = whole - first_;
-            if (block_.second) add_bits(changed_here, minus_here, block_.second + offset, count, quanta_.second);
+            if (changes_second(quanta_))
+                add_bits(changed_here, minus_here, block_.second + offset, count, quanta_.second);
             set += add_bits(changed_here, minus_here, block_.target + offset, count, quanta_.target);
         });
         return set;
@@ -104,6 +105,8 @@ class Adder {
         uint64_t begin;
         Quanta quanta;
     };
+    // A node alone adds nothing to the second target, which holds its whole message already.
+    bool changes_second(const Quanta& quanta) const { return block_.second && quanta.second != 0; }
     // Count an entry's distance in the whole instead of in the part.
     Entry moved(Entry entry) const {
         const uint64_t at = element_of_whole(part_, first_in_part_ + (entry & ~kEntryMinus)) - first_;
@@ -158,7 +161,8 @@ class MessageCursor {
             adder.flush();
             for_blocks(part_, first, stop, [&](uint64_t own, uint64_t whole, uint64_t count) {
                 add_dense(own, count, scale_, block.target + (whole - origin));
-                if (block.second) add_dense(own, count, second_scale_, block.second + (whole - origin));
+                if (block.second && second_scale_ != 0)
+                    add_dense(own, count, second_scale_, block.second + (whole - origin));
             });
         }
     }

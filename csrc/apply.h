@@ -17,8 +17,8 @@ struct SecondTarget {
 
 // targets += scale * decoded for every message in order, in one pass over the targets, in parts on up to `threads`
 // threads; the bits do not depend on the number of threads. A second target gets the same, with the factor scale - 1
-// for its own message. The messages are those of `part` of the targets' elements. All payloads are validated before the
-// first write. Throw MessageError, also for another numel.
+// for its own message: nothing where that is 0. The messages are those of `part` of the targets' elements. All payloads
+// are validated before the first write. Throw MessageError, also for another numel.
 void apply_messages(const std::vector<MessageView>& messages, const std::vector<Array>& targets, const Part& part,
                     double scale, const SecondTarget* second = nullptr, unsigned threads = 1);
 

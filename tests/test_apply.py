@@ -97,6 +97,20 @@ def test_a_second_target_gets_the_same_but_for_its_own_message(
     assert second.tobytes() == expected[1].tobytes()
 
 
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_second_target_that_holds_the_only_message_is_left_alone(dtype: str) -> None:
+    update = np.random.default_rng(7).standard_normal(5000).astype(np.float32)
+    messages = [gw.Encoder(5000, threshold=value).encode(update) for value in (2.5, 0.5, 0.001)]
+    for message in (*messages, dense_message(update)):
+        target, second = np.zeros(5000, dtype), np.full(5000, -0.0, dtype)
+        before = second.tobytes()
+        apply_to_both([message], target, second, held=0, scale=1.0)
+        np.testing.assert_array_equal(target, gw.decode(message))
+        # Adding a zero would change the sign of these.
+        assert second.tobytes() == before
+
+
 @pytest.mark.parametrize("threads", [2, 3, 16])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_bits_are_the_same_at_every_number_of_threads(dtype: str, threads: int) -> None:
