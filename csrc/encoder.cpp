@@ -77,6 +77,18 @@ class DifferenceCursor {
     uint64_t position_ = 0;
 };
 
+// Call f(list, word of its part, begin, end) for the runs of elements [begin, end) that belong to one part.
+template <class PartLists, class F>
+void for_runs(const Partition& partition, uint64_t begin, uint64_t end, PartLists& lists, F f) {
+    while (begin < end) {
+        const uint64_t block = begin >> partition.exponent;
+        const uint64_t part = block % partition.parts;
+        const uint64_t stop = std::min(end, (block + 1) << partition.exponent);
+        f(lists[part], numel_before({partition, part}, begin) / 64, begin, stop);
+        begin = stop;
+    }
+}
+
 }  // namespace
 
 Encoder::Encoder(uint64_t numel, Dtype dtype, unsigned threads) : Encoder(nullptr, numel, dtype, threads) {
@@ -115,16 +127,12 @@ template <class Residual>
 void Encoder::extract_range(Residual* residual, const std::vector<ConstArray>* update, Levels<Residual> levels,
                             const Partition& partition, uint64_t from_word, uint64_t to_word, PartLists& lists) {
     const uint64_t begin = from_word * 64;
-    const uint64_t end = std::min(to_word * 64, numel_);
     ArrayCursor cursor(update, begin);
     const auto extract = [](Dtype dtype) { return value_kernels<Residual>().extract[static_cast<unsigned>(dtype)]; };
-    for (uint64_t at = begin; at < end;) {
-        const uint64_t block = at >> partition.exponent;
-        const uint64_t block_end = std::min(end, (block + 1) << partition.exponent);
-        PartList& list = lists[block % partition.parts];
-        uint64_t word = numel_before({partition, block % partition.parts}, at) / 64;
-        while (at < block_end) {
-            const uint64_t whole = (update ? std::min(cursor.left(), block_end - at) : block_end - at) / 64;
+    const uint64_t end = std::min(to_word * 64, numel_);
+    for_runs(partition, begin, end, lists, [&](PartList& list, uint64_t word, uint64_t at, uint64_t stop) {
+        while (at < stop) {
+            const uint64_t whole = (update ? std::min(cursor.left(), stop - at) : stop - at) / 64;
             if (whole > 0) {
                 extract(update ? cursor.dtype() : Dtype::kNone)(residual + (at - begin),
                                                                 update ? cursor.data() : nullptr, whole, levels, word,
@@ -134,7 +142,7 @@ void Encoder::extract_range(Residual* residual, const std::vector<ConstArray>* u
                 word += whole;
                 continue;
             }
-            const uint64_t some = std::min<uint64_t>(64, block_end - at);
+            const uint64_t some = std::min<uint64_t>(64, stop - at);
             Residual values[64] = {};
             Residual updates[64] = {};
             std::memcpy(values, residual + (at - begin), some * sizeof(Residual));
@@ -144,9 +152,11 @@ void Encoder::extract_range(Residual* residual, const std::vector<ConstArray>* u
             std::memcpy(residual + (at - begin), values, some * sizeof(Residual));
             at += some;
         }
-    }
+    });
 }
 
+// Without a residual the kernel reads whole words in place. Otherwise the difference is written first: into the
+// residual, or a few words at a time into a buffer.
 template <class Residual>
 void Encoder::extract_difference(const Input& input, Levels<Residual> levels, const Partition& partition,
                                  uint64_t from_word, uint64_t to_word, PartLists& lists) {
@@ -154,11 +164,25 @@ void Encoder::extract_difference(const Input& input, Levels<Residual> levels, co
     Residual in_cache[kWordsInCache * 64];
     ArrayCursor now(input.update, from_word * 64);
     ArrayCursor before(input.before, from_word * 64);
-    for (uint64_t word = from_word; word < to_word; word += kWordsInCache) {
+    const auto extract = value_kernels<Residual>().extract_difference;
+    for (uint64_t word = from_word; word < to_word;) {
+        if (!residual && now.in_place<Residual>(64) && before.in_place<Residual>(64)) {
+            const uint64_t stop = std::min({word + now.left() / 64, word + before.left() / 64, to_word});
+            for_runs(partition, word * 64, stop * 64, lists,
+                     [&](PartList& list, uint64_t first_word, uint64_t begin, uint64_t end) {
+                         extract(now.in_place<Residual>(64), before.in_place<Residual>(64), (end - begin) / 64, levels,
+                                 first_word, list.words, &list.extracted);
+                         now.advance(end - begin);
+                         before.advance(end - begin);
+                     });
+            word = stop;
+            continue;
+        }
         const uint64_t end = std::min(word + kWordsInCache, to_word);
         Residual* const values = residual ? residual + word * 64 : in_cache;
         subtract_next(now, before, std::min(end * 64, numel_) - word * 64, values);
         extract_range<Residual>(values, nullptr, levels, partition, word, end, lists);
+        word = end;
     }
 }
 

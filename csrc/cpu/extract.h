@@ -119,5 +119,35 @@ void extract_words_accumulated(typename Lanes::Scalar* residual, const void*, ui
     *extracted = so_far;
 }
 
+// The same for the difference of two arrays, of which nothing is kept: read both once (8 bytes per float32 element).
+template <class Lanes>
+void extract_difference(const typename Lanes::Scalar* now, const typename Lanes::Scalar* before, uint64_t words,
+                        Levels<typename Lanes::Scalar> levels, uint64_t first_word, MaskWord* out,
+                        Extracted* extracted) {
+    using Vector = typename Lanes::Vector;
+    using Scalar = typename Lanes::Scalar;
+    const Vector bound = Lanes::broadcast(levels.bound);
+    Extracted so_far = *extracted;
+    for (uint64_t w = 0; w < words; ++w, now += 64, before += 64) {
+        typename Lanes::Flags flags = Lanes::no_flags();
+        MaskWord word{first_word + w, 0, 0};
+#pragma GCC unroll 64
+        for (unsigned at = 0; at < 64; at += Lanes::kLanes) {
+            const Vector value = Lanes::subtract(Lanes::load(now + at), Lanes::load(before + at));
+            Lanes::note_nonfinite(flags, value);
+            word.changed |= Lanes::bits(Lanes::passing(value, bound)) << at;
+            word.negative |= Lanes::negative(value) << at;
+        }
+        word.negative &= word.changed;
+        if (__builtin_expect(Lanes::any_nonfinite(flags), 0)) {
+            Scalar values[64];
+            for (unsigned i = 0; i < 64; ++i) values[i] = now[i] - before[i];
+            word = extract_nonfinite_word<Scalar, Scalar>(values, nullptr, levels, word.index, &so_far);
+        }
+        list_word(word, out, &so_far);
+    }
+    *extracted = so_far;
+}
+
 }  // namespace
 }  // namespace gradwire

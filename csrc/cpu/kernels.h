@@ -32,6 +32,12 @@ template <class Residual>
 using ExtractFunction = void (*)(Residual* residual, const void* update, uint64_t words, Levels<Residual> levels,
                                  uint64_t first_word, MaskWord* out, Extracted* extracted);
 
+// The same for the difference now - before, which is not kept.
+template <class Residual>
+using ExtractDifferenceFunction = void (*)(const Residual* now, const Residual* before, uint64_t words,
+                                           Levels<Residual> levels, uint64_t first_word, MaskWord* out,
+                                           Extracted* extracted);
+
 // A place in the list: the lowest `skip` changed bits of `word` belong to the chunk before.
 struct ListPlace {
     const MaskWord* word;
@@ -139,6 +145,7 @@ using Crc32cFunction = uint32_t (*)(uint32_t crc, const uint8_t* bytes, uint64_t
 template <class Value>
 struct ValueKernels {
     ExtractFunction<Value> extract[kDtypes];  // by the update's Dtype; null where the pair is not supported
+    ExtractDifferenceFunction<Value> extract_difference;
     AddEntriesFunction<Value> add_entries;
     AddBitmapFunction<Value> add_bitmap;
     MeasureGroupFunction<Value> measure_group;

@@ -52,6 +52,7 @@ struct Lanes64 {
     static void store(double* to, Vector value) { _mm256_storeu_pd(to, value); }
     static Vector broadcast(double value) { return _mm256_set1_pd(value); }
     static Vector add(Vector a, Vector b) { return _mm256_add_pd(a, b); }
+    static Vector subtract(Vector a, Vector b) { return _mm256_sub_pd(a, b); }
     static Vector magnitude(Vector value) { return _mm256_andnot_pd(_mm256_set1_pd(-0.0), value); }
     static Flags no_flags() { return _mm256_setzero_si256(); }
     static void note_nonfinite(Flags& flags, Vector value) {

@@ -46,6 +46,7 @@ struct Lanes64 {
     static void store(double* to, Vector value) { _mm512_storeu_pd(to, value); }
     static Vector broadcast(double value) { return _mm512_set1_pd(value); }
     static Vector add(Vector a, Vector b) { return _mm512_add_pd(a, b); }
+    static Vector subtract(Vector a, Vector b) { return _mm512_sub_pd(a, b); }
     static Flags no_flags() { return 0; }
     static void note_nonfinite(Flags& flags, Vector value) {
         flags = static_cast<Flags>(flags | _mm512_fpclass_pd_mask(value, 0x99));

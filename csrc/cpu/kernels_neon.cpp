@@ -53,6 +53,7 @@ struct Lanes64 {
     static void store(double* to, Vector value) { vst1q_f64(to, value); }
     static Vector broadcast(double value) { return vdupq_n_f64(value); }
     static Vector add(Vector a, Vector b) { return vaddq_f64(a, b); }
+    static Vector subtract(Vector a, Vector b) { return vsubq_f64(a, b); }
     static Flags no_flags() { return vdupq_n_u64(0); }
     static void note_nonfinite(Flags& flags, Vector value) {
         const uint64x2_t magnitude = vreinterpretq_u64_f64(vabsq_f64(value));
