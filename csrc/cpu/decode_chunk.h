@@ -243,7 +243,10 @@ void add_entries(const Entry* entries, uint64_t count, Target* target, uint64_t 
             add_entry(entries[i], target, numel, quantum);
         }
     else
-        for (uint64_t i = 0; i < count; ++i) add_entry(entries[i], target, numel, quantum);
+        for (uint64_t i = 0; i < count; ++i) {
+            prefetch_ahead(target + (entries[i] & ~kEntryMinus));
+            add_entry(entries[i], target, numel, quantum);
+        }
 }
 
 template <class Lanes>

@@ -133,6 +133,8 @@ void extract_difference(const typename Lanes::Scalar* now, const typename Lanes:
         MaskWord word{first_word + w, 0, 0};
 #pragma GCC unroll 64
         for (unsigned at = 0; at < 64; at += Lanes::kLanes) {
+            prefetch_ahead(now + at);
+            prefetch_ahead(before + at);
             const Vector value = Lanes::subtract(Lanes::load(now + at), Lanes::load(before + at));
             Lanes::note_nonfinite(flags, value);
             word.changed |= Lanes::bits(Lanes::passing(value, bound)) << at;

@@ -16,6 +16,8 @@ void add_moved(float* copy, const void* params, uint64_t numel) {
     const auto* now = static_cast<const typename Type::Scalar*>(params);
     uint64_t i = 0;
     for (; i + Lanes::kLanes <= numel; i += Lanes::kLanes) {
+        prefetch_ahead(copy + i);
+        prefetch_ahead(now + i);
         const auto before = Lanes::load(copy + i);
         Lanes::store(copy + i, Lanes::add(before, Lanes::subtract(Type::load(now + i), Type::rounded(before))));
     }

@@ -111,6 +111,12 @@ template <class Target>
 using AddBitmapFunction = uint64_t (*)(const BitRun& changed, const BitRun& minus, Target* target, uint64_t numel,
                                        Target quantum);
 
+// Fetch memory that a loop over an array will need. Processors do so by themselves, but only up to the end of a page.
+static inline void prefetch_ahead(const void* at) {
+    constexpr uint64_t kPageBytes = 4096;
+    __builtin_prefetch(static_cast<const uint8_t*>(at) + kPageBytes);
+}
+
 // One group of the quantile sample (common/sample_group.h).
 template <class Residual>
 using MeasureGroupFunction = void (*)(const Residual* before, const Residual* added, uint64_t count,
