@@ -60,6 +60,8 @@ void extract_words(typename Lanes::Scalar* residual, const void* update, uint64_
         typename Lanes::Flags flags = Lanes::no_flags();
 #pragma GCC unroll 64
         for (unsigned v = 0; v < kVectors; ++v) {
+            prefetch_ahead(residual + v * Lanes::kLanes);
+            prefetch_ahead(u + v * Lanes::kLanes);
             sum[v] = Lanes::add(Lanes::load(residual + v * Lanes::kLanes), Update::load(u + v * Lanes::kLanes));
             Lanes::note_nonfinite(flags, sum[v]);
         }
@@ -98,6 +100,7 @@ void extract_words_accumulated(typename Lanes::Scalar* residual, const void*, ui
         MaskWord word{first_word + w, 0, 0};
 #pragma GCC unroll 64
         for (unsigned v = 0; v < kVectors; ++v) {
+            prefetch_ahead(residual + v * Lanes::kLanes);
             const Vector value = Lanes::load(residual + v * Lanes::kLanes);
             Lanes::note_nonfinite(flags, value);
             word.changed |= Lanes::bits(Lanes::passing(value, bound)) << (v * Lanes::kLanes);
