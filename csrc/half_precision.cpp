@@ -15,4 +15,11 @@ void add_moved(const std::vector<HalfArray>& arrays, unsigned threads) {
     }
 }
 
+void round_copies(const std::vector<HalfArray>& arrays, unsigned threads) {
+    for (const HalfArray& array : arrays)
+        run_parts(array.numel, threads, [&](unsigned, uint64_t begin, uint64_t end) {
+            kernels().round_bfloat16(array.copy + begin, static_cast<uint16_t*>(array.params) + begin, end - begin);
+        });
+}
+
 }  // namespace gradwire

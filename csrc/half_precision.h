@@ -12,4 +12,7 @@ namespace gradwire {
 // Bits, but for those of NaN, depend neither on the number of threads nor on the instruction set.
 void add_moved(const std::vector<HalfArray>& arrays, unsigned threads);
 
+// params = copy, rounded: parameters of bfloat16.
+void round_copies(const std::vector<HalfArray>& arrays, unsigned threads);
+
 }  // namespace gradwire

@@ -297,6 +297,18 @@ void add_moved_params(const py::object& copies, const py::object& params, int64_
     add_moved(pairs, count);
 }
 
+void round_copies_to_params(const py::object& copies, const py::object& params, int64_t threads) {
+    const HostArrays floats(copies, "copies");
+    const HostArrays halves(params, "params");
+    const std::vector<HalfArray> pairs = half_arrays(floats, halves);
+    halves.require_writable();
+    for (const HalfArray& pair : pairs)
+        if (pair.dtype != Dtype::kBfloat16) throw py::type_error("params must be bfloat16");
+    const unsigned count = checked_threads(threads);
+    const py::gil_scoped_release release;
+    round_copies(pairs, count);
+}
+
 uint64_t max_message_bytes(uint64_t numel, bool dense, const std::string& dtype) {
     if (numel > kMaxNumel) throw py::value_error("numel is " + std::to_string(numel) + ", must be at most 2^48");
     if (!dense) return max_ternary_bytes(numel);
@@ -329,6 +341,7 @@ void register_apply(py::module_& module) {
                py::arg("velocity"), py::arg("momentum"), py::arg("scale"), py::arg("second"), py::arg("own"),
                py::arg("threads"));
     module.def("add_moved", &add_moved_params, py::arg("copies"), py::arg("params"), py::arg("threads"));
+    module.def("round_copies", &round_copies_to_params, py::arg("copies"), py::arg("params"), py::arg("threads"));
     module.def("decode", &decode, py::arg("message"));
     module.def("dense", &dense, py::arg("values"), py::arg("dtype"), py::arg("key"), py::arg("step"));
     module.def("max_message_bytes", &max_message_bytes, py::arg("numel"), py::arg("dense") = false,

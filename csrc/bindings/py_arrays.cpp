@@ -228,6 +228,11 @@ void HostArrays::require_update(const void* residual, uint64_t residual_numel, D
     require_apart(residual, residual_numel * bytes_per_element(dtype), "the residual");
 }
 
+void HostArrays::require_writable() const {
+    for (size_t i = 0; i < arrays_.size(); ++i)
+        if (!arrays_[i].writable) throw py::value_error(name(i) + " is read-only");
+}
+
 void HostArrays::require_targets() const {
     for (size_t i = 0; i < arrays_.size(); ++i) {
         const HostArray& array = arrays_[i];
@@ -282,7 +287,8 @@ std::vector<HalfArray> half_arrays(const HostArrays& copies, const HostArrays& p
         if (copy.dtype != Dtype::kFloat32 || !is_half)
             throw py::type_error("copies must be float32, and params float16 or bfloat16");
         params.require_apart(copy.data, copy.numel * bytes_per_element(copy.dtype), "the copies");
-        pairs.push_back({halves[i].data, static_cast<float*>(copy.data), copy.numel, halves[i].dtype});
+        pairs.push_back(
+            {const_cast<void*>(halves[i].data), static_cast<float*>(copy.data), copy.numel, halves[i].dtype});
     }
     return pairs;
 }

@@ -39,6 +39,7 @@ class HostArrays {
     uint64_t bytes() const;
     void require_numel(uint64_t numel) const;
     void require_targets() const;
+    void require_writable() const;
     // Check that the arrays are an update for a residual.
     void require_update(const void* residual, uint64_t numel, Dtype dtype) const;
     void require_apart(const void* data, uint64_t bytes, const char* what) const;

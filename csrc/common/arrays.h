@@ -52,7 +52,7 @@ uint64_t total_numel(const std::vector<AnyArray>& arrays) {
 
 // An array of float16 or bfloat16 parameters, and the copy of as many elements.
 struct HalfArray {
-    const void* params;
+    void* params;
     float* copy;
     uint64_t numel;
     Dtype dtype;

@@ -145,6 +145,9 @@ using KeepWordFunction = MaskWord (*)(Residual* values, MaskWord word, Levels<Re
 // copy[i] += params[i] - copy[i], rounded to the type of `params`.
 using AddMovedFunction = void (*)(float* copy, const void* params, uint64_t numel);
 
+// params[i] = copy[i], rounded to bfloat16.
+using RoundBfloat16Function = void (*)(const float* copy, void* params, uint64_t numel);
+
 using Crc32cFunction = uint32_t (*)(uint32_t crc, const uint8_t* bytes, uint64_t size);
 
 // The kernels of one type of residuals and targets.
@@ -166,6 +169,7 @@ struct Kernels {
     ValueKernels<float> float32;
     ValueKernels<double> float64;
     AddMovedFunction add_moved[kDtypes];  // by the Dtype of `params`; null except for half precision
+    RoundBfloat16Function round_bfloat16;
     SkipChangedFunction skip_changed;
     EncodeChunkFunction encode_chunk;
     SumChunkFunction sum_chunk;

@@ -40,6 +40,7 @@ constexpr Kernels make_kernels(const char* name) {
              count_bins<D>,
              keep_word<D>},
             {nullptr, nullptr, nullptr, add_moved<F, typename Isa::HalfTo32>, add_moved<F, typename Isa::Bfloat16To32>},
+            round_bfloat16,
             skip_changed,
             encode_chunk,
             sum_chunk,

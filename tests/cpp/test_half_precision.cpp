@@ -117,6 +117,19 @@ CASE(every_parameter_beside_difficult_copies_equals_the_oracle) {
     });
 }
 
+CASE(parameters_are_set_to_the_nearest_value_of_their_copies) {
+    for_every_table([] {
+        for (uint64_t numel = 0; numel <= 200; ++numel) {
+            const check::Note note("numel", numel);
+            Random random(numel);
+            Pair pair = random_pair(random, numel, Dtype::kBfloat16);
+            round_copies({pair.view()}, 2);
+            for (uint64_t i = 0; i < numel; ++i)
+                CHECK(same(static_cast<float>(pair.params[i]), nearest(pair.copy()[i], Dtype::kBfloat16)));
+        }
+    });
+}
+
 CASE(copies_round_at_the_ends_of_the_range) {
     for_every_table([] {
         for (const Dtype dtype : kHalves) {

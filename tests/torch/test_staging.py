@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch: Any = pytest.importorskip("torch", reason="torch is not installed")
@@ -68,6 +69,25 @@ def test_a_half_moves_its_memory_as_torch_does_to_the_bit(dtype: Any) -> None:
         assert torch.equal(result.view(torch.int32)[finite], expected.view(torch.int32)[finite])
 
 
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_half_is_set_to_its_memory_as_torch_does_to_the_bit(dtype: Any) -> None:
+    torch.manual_seed(1)
+    any_bits = torch.randint(-(2**31), 2**31, (1 << 16,)).to(torch.int32).view(torch.float32)
+    halves = torch.arange(1 << 16).to(torch.int16).view(dtype).float()
+    halfway = (halves.view(torch.int32) + (0x8000 if dtype == torch.bfloat16 else 0x1000)).view(
+        torch.float32
+    )
+    for memory in (any_bits, halves, halfway):
+        staging = Staging(torch.zeros(1 << 16, dtype=dtype))
+        staging.memory.copy_(memory)
+        expected = memory.to(dtype)
+        stored = staging.store()
+        finite = ~expected.isnan()
+        assert torch.equal(stored.isnan(), expected.isnan())
+        assert torch.equal(stored.view(torch.int16)[finite], expected.view(torch.int16)[finite])
+
+
 @pytest.mark.parametrize(
     ("copies", "params", "error", "message"),
     [
@@ -83,6 +103,17 @@ def test_arrays_that_are_no_pair_are_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         _core.add_moved(copies, params, 1)
+    with pytest.raises(error, match=message):
+        _core.round_copies(copies, params, 1)
+
+
+def test_only_writable_parameters_of_bfloat16_are_set_to_their_copies() -> None:
+    with pytest.raises(TypeError, match="params must be bfloat16"):
+        _core.round_copies(torch.zeros(3), torch.zeros(3).half(), 1)
+    params = np.zeros(3, np.float16)
+    params.flags.writeable = False
+    with pytest.raises(ValueError, match=r"params is read-only"):
+        _core.round_copies(np.zeros(3, np.float32), params, 1)
 
 
 def test_a_copy_in_the_memory_of_its_parameters_is_refused() -> None:
