@@ -271,8 +271,10 @@ uint64_t add_bitmap(const BitRun& changed, const BitRun& minus, typename Lanes::
             continue;
         }
 #pragma GCC unroll 64
-        for (unsigned i = 0; i < 64; i += Lanes::kLanes)
+        for (unsigned i = 0; i < 64; i += Lanes::kLanes) {
+            prefetch_ahead(to + i);
             Lanes::store(to + i, Lanes::add_signed(Lanes::load(to + i), word >> i, negative >> i, q));
+        }
     }
     return done;
 }
