@@ -926,3 +926,21 @@ def test_a_copy_of_an_encoder_goes_on_where_the_original_was(policy: Any, how: s
         assert bytes(copied.encode(update)) == bytes(encoder.encode(update))
     assert copied.residual.tobytes() == encoder.residual.tobytes()
     assert not np.shares_memory(copied.residual, encoder.residual)
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_difference_without_a_residual_is_that_of_one_with_a_residual(dtype: str) -> None:
+    rng = np.random.default_rng(5)
+    now, before = (rng.standard_normal(3_000).astype(dtype) for _ in range(2))
+    kept, bare = (
+        gw.Encoder(3_000, threshold=1.5, dtype=dtype, keeps_residual=keeps)
+        for keeps in (True, False)
+    )
+    messages = [bytes(each.encode(now, before=before)) for each in (kept, bare)]
+    assert messages[0] == messages[1]
+    now[[700, 701]] = np.nan, np.inf
+    for encoder in (kept, bare):
+        with pytest.raises(gw.NonFiniteUpdate) as caught:
+            encoder.encode(now, before=before)
+        assert (caught.value.count, caught.value.first_index) == (2, 700)
