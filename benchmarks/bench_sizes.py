@@ -24,8 +24,8 @@ from harness import Report, Row, Target, Timing, aligned, ratio
 from transport_goodput import SECRET
 
 WIDTH, DENSITY, SETTLING_STEPS, STEPS = 1_600, 0.05, 8, 5  # as wide as a large GPT-2
-REFERENCE_NUMEL = 1 << 24  # beyond the caches
-TARGETS = {"step, float32": 3.0, "step, bfloat16": 5.0, "first step, float32": 10.0}
+REFERENCE_NUMEL = 1 << 26  # beyond the caches, which may have 300 MB
+TARGETS = {"step, float32": 3.0, "step, bfloat16": 5.0, "first step": 10.0}
 
 
 class Samples(dict[str, list[float]]):
@@ -49,8 +49,8 @@ class Samples(dict[str, list[float]]):
 
     def row(self, name: str, kind: str, note: str = "") -> Row:
         ours, theirs = Timing(name, tuple(self[name])), Timing("np.add", tuple(self["np.add"]))
-        most, where = TARGETS.get(what := f"{name}, {kind}"), f"{round(self._numel / 1e6)} M"
-        target = Target("<=", most) if most else None
+        most = TARGETS.get(what := f"{name}, {kind}", TARGETS.get(name))
+        target, where = Target("<=", most) if most else None, f"{round(self._numel / 1e6)} M"
         return ratio(("real-sizes", what, where), ours, theirs, target=target, note=note)
 
 
