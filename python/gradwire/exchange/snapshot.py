@@ -74,6 +74,7 @@ _PATIENCE_S = 10.0
 _STEP_BYTES_MAX = 16 << 20
 # A header comes from another machine: it must not be able to claim any amount of memory.
 _ARRAYS_MAX = 1 << 20
+_RANGES_MAX = 1 << 10
 # Bounds of the optimiser's state in it: twice the parameters are usual.
 _STATE_FACTOR = 16
 _STATE_BYTES = 256 << 20
@@ -345,6 +346,8 @@ def _read_runs(entries: Any) -> list[NodeRun]:
 
 
 def _read_ranges(entries: Any) -> Ranges:
+    if len(entries) > _RANGES_MAX:
+        raise ValueError(f"{len(entries)} ranges")
     ranges = [(read_number(begin, 1 << 62), read_number(end, 1 << 62)) for begin, end in entries]
     ends = [0, *(end for _, end in ranges)]
     if any(not before <= begin < end for before, (begin, end) in zip(ends, ranges, strict=False)):
@@ -355,14 +358,19 @@ def _read_ranges(entries: Any) -> Ranges:
 def _memory_of(arrays: Arrays, ranges: Ranges) -> list[memoryview]:
     """Return the memory of some ranges of all arrays' bytes, in order."""
     pieces: list[memoryview] = []
-    for begin, end in ranges:
-        base = 0
-        for array in arrays:
-            first, last = max(begin - base, 0), min(end - base, array.nbytes)
-            if first < last:
-                pieces.append(array.reshape(-1).view(np.uint8).data[first:last])
-            base += array.nbytes
-    return pieces
+    left = deque(ranges)
+    base = 0
+    for array in arrays:
+        end = base + array.nbytes
+        while left and left[0][0] < end:
+            first, last = left[0]
+            data = array.reshape(-1).view(np.uint8).data
+            pieces.append(data[max(first - base, 0) : last - base])
+            if last > end:
+                break  # it goes on in the next array
+            left.popleft()
+        base = end
+    return [piece for piece in pieces if len(piece)]
 
 
 def _read_layout(dtype: Any, shape: Any) -> list[Any]:
