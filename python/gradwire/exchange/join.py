@@ -451,7 +451,7 @@ class Join:
             able = [*able[place:], *able[:place]]
             layout = self._replica.state_layout(params)
             steps = _steps_to_go_on(self._recipient, self._membership, first_direct)
-            step = None if self._is_async else _step_ahead(self._membership, members.values())
+            step = None if self._is_async else _step_ahead(self._membership, members, self._options)
             goes_on = steps is not None
             self._recipient.request(able, steps or first_direct, layout, step=step, goes_on=goes_on)
             self._membership.forget_reports()
@@ -530,12 +530,14 @@ def _first_received(membership: Membership, run: NodeRun) -> int | None:
     return None if stream is None else stream.first_received
 
 
-def _step_ahead(membership: Membership, members: Iterable[Hello]) -> int:
+def _step_ahead(membership: Membership, members: Mapping[NodeRun, Hello], options: Options) -> int:
     """Return a step that no member has reached when it gets a request that leaves now."""
-    longest_s = max((hello.step_s for hello in members), default=0.0)
-    steps = math.ceil(_REQUEST_S / longest_s) if longest_s > 0.0 else _STEPS_AHEAD_MAX
+    longest_s = max((hello.step_s for hello in members.values()), default=0.0)
+    ahead = min(_REQUEST_S / longest_s if longest_s > 0.0 else 1.0, _STEPS_AHEAD_MAX)
+    # Members answer between two exchanges as well where these are local steps apart.
+    ahead = math.ceil(ahead) if options.every == 1 else math.floor(ahead)
     received = max((stream.received for stream in membership.others.values()), default=0)
-    return received + min(max(steps, 1), _STEPS_AHEAD_MAX)
+    return received + ahead
 
 
 def _steps_to_go_on(
