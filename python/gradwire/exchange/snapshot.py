@@ -737,7 +737,7 @@ class Recipient:
             count = min(len(donors), _DONORS_MAX, max(1, _layout_bytes(own_layout) // share_bytes))
         step = step if count > 1 else None
         donors = sorted(donors, key=lambda run: run != self._fastest)
-        self._rate = 0.0
+        self._rate, self._fastest = 0.0, None
         for place, donor in enumerate(donors[:count]):
             self._deliveries[donor] = None
             request = Request(steps, missing, digest, step, place, count)
@@ -838,6 +838,7 @@ class Recipient:
         except MessageError as error:
             _LOG.warning("%s: %s; this node asks another member", self._address_of(run), error)
             self._asks_one = True
+            self._fastest = None
             self.cancel()
             self.forget()
 
@@ -902,6 +903,7 @@ class Recipient:
         if not self.is_asked or snapshot is None or self._deliveries or self.is_behind:
             return None
         self.is_asked = False
+        self._fastest = None
         self._asks_one = not all(np.isfinite(array).all() for array in snapshot.arrays)
         if not self._asks_one:
             return snapshot
