@@ -463,7 +463,7 @@ class Gradwire(LocalSteps):
         self.partition = gw.Partition(self.numel, owners) if owners else None
         self.encoders = [gw.Encoder(self.numel, policy) for _ in range(self.nodes)]
         sizes = self.partition.sizes if self.partition else ()
-        self.owners = [gw.Encoder(size, owners_policy(policy, sizes)) for size in sizes]
+        self.owners = [gw.Encoder(n, owners_policy(policy, sizes, every=every)) for n in sizes]
         self.begins = [self._shared.clone() for _ in range(self.nodes)]
         if outer_momentum is None:
             outer_momentum = training_defaults({"every": every})["outer_momentum"]

@@ -461,14 +461,26 @@ def test_owners_are_up_to_twice_as_dense_as_nodes_and_never_less(one: float, oth
 )
 def test_the_defaults_of_owners(numel: int, is_adaptive: bool, every: int, density: float) -> None:
     nodes = default_policy(numel, is_adaptive=is_adaptive, every=every)
-    owners = owners_policy(nodes, PARTITION.sizes)
+    owners = owners_policy(nodes, PARTITION.sizes, every=every)
     assert isinstance(owners, TargetDensity)
     assert owners.density == pytest.approx(density, rel=1e-3)
     encoder = gw.Encoder(4, owners)
     encoder.load_state_dict({**encoder.state_dict(), "threshold": 1.0, "course": (0.5, 0.0, 0)})
     # Rounded to the nearest: from half a threshold on an element is sent, a node's from 9/16 on.
     message = encoder.encode(np.array([0.5, -0.53125, 0.4375, 0.0], np.float32))
-    assert gw.decode(message).tolist() == [1.0, -1.0, 0.0, 0.0]
+    assert gw.decode(message).tolist() == ([1.0, -1.0, 0.0, 0.0] if every < 15 else [0.0] * 4)
+
+
+def test_after_many_local_steps_owners_follow_a_falling_learning_rate_in_few_exchanges() -> None:
+    rng, numel, thresholds = np.random.default_rng(0), 20_000, []
+    policy = owners_policy(TargetDensity(0.05), [numel] * 8, every=30)
+    encoder = gw.Encoder(numel, policy)
+    for exchange in range(100):
+        changed = rng.choice([-1, 0, 0, 0, 1], numel) * (1.0 - exchange / 101.0)
+        encoder.encode(changed.astype(np.float32))
+        thresholds.append(encoder.threshold)
+    # The updates fall to a hundredth; rounded to the nearest, thresholds would fall to a third.
+    assert thresholds[-1] < 0.15 * thresholds[10]
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 8, 64])

@@ -698,19 +698,27 @@ def nodes_budget(policy: ThresholdPolicy | TargetBytes, sizes: Sequence[int]) ->
 
 
 def owners_policy(
-    policy: ThresholdPolicy | TargetBytes, sizes: Sequence[int]
+    policy: ThresholdPolicy | TargetBytes, sizes: Sequence[int], *, every: int = 1
 ) -> ThresholdPolicy | TargetBytes:
     """Return the policy of owners' results in the sharded exchange, where nodes have ``policy``.
 
     Owners are denser than nodes, and round to the nearest (docs/algorithm.md). Policies that aim at no density stay as
-    they are. The arguments are those of ``nodes_budget``.
+    they are. After many local steps owners round as nodes do: elements that are rounded to the nearest swing at half a
+    threshold, which then falls too slowly to follow a learning rate.
+
+    Args:
+        policy: of the nodes.
+        sizes: elements of each owner.
+        every: steps between exchanges.
     """
+    rounds_to_nearest = every < MANY_LOCAL_STEPS
     nodes = nodes_budget(policy, sizes)
     if nodes is not None and isinstance(policy, TargetBytes):
         rest = max(policy.max_bytes_per_step - nodes.max_bytes_per_step, 1)
-        return _OwnersBytes(rest, policy.minimum)
+        return (_OwnersBytes if rounds_to_nearest else TargetBytes)(rest, policy.minimum)
     if type(policy) is TargetDensity:
-        return _OwnersDensity(owners_density(policy.density), policy.initial, policy.minimum)
+        kind = _OwnersDensity if rounds_to_nearest else TargetDensity
+        return kind(owners_density(policy.density), policy.initial, policy.minimum)
     return policy
 
 

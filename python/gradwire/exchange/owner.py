@@ -94,13 +94,13 @@ class Owner:
     """
 
     def __init__(
-        self, whole: Groups, division: Division, parts: int, place: int, step: int
+        self, whole: Groups, division: Division, parts: int, place: int, step: int, every: int = 1
     ) -> None:
         self.parts = parts
         self.place = place
         owned = []
         for group, part in division.part(parts, place):
-            encoder = _owner_encoder(whole.encoders[group], part, step)
+            encoder = _owner_encoder(whole.encoders[group], part, step, every)
             owned.append(Group(encoder, is_dense=whole.groups[group].is_dense))
         self.groups = Groups(owned)
 
@@ -120,10 +120,10 @@ class Owner:
         return PartUpdate(messages, run, 0, self.parts, self.place)
 
 
-def _owner_encoder(like: Encoder, part: Part, step: int) -> Encoder:
+def _owner_encoder(like: Encoder, part: Part, step: int, every: int) -> Encoder:
     """Return an encoder for an owner's share of a group."""
     # An overflow of the sum must not stop all nodes, of which none could repair it: hence "skip".
-    policy = owners_policy(like.policy, part.partition.sizes)
+    policy = owners_policy(like.policy, part.partition.sizes, every=every)
     encoder = Encoder(
         part.numel, policy, like.shakeup, None, like.dtype, "cpu", like.key, "skip", like.threads
     )
@@ -202,6 +202,7 @@ class Sharding:
         owners_max: most owners.
         codec: of the owners' results.
         is_mean: whether owners take the mean of all nodes' parts, or their sum.
+        every: steps between exchanges.
         put_back: adds a part, times a factor, to this node's residual.
         accepted: where that is not obvious, see `Accepted`.
 
@@ -219,6 +220,7 @@ class Sharding:
         owners_max: int,
         codec: Codec,
         is_mean: bool,
+        every: int,
         put_back: Callable[[PartUpdate, float], None],
         accepted: Accepted,
     ) -> None:
@@ -231,6 +233,7 @@ class Sharding:
         self._owners_max = owners_max
         self._codec = codec
         self._is_mean = is_mean
+        self._every = every
         self._put_back = put_back
         self._owner: Owner | None = None
         self._ledger: dict[NodeRun, dict[int, PendingPart]] = {}  # by owner and step
@@ -273,7 +276,7 @@ class Sharding:
             self._retire(owner)
             self._owner = None
             if place < parts and self._division.part(parts, place):
-                self._owner = Owner(self._groups, self._division, parts, place, step)
+                self._owner = Owner(self._groups, self._division, parts, place, step, self._every)
             self._use_loaded()
 
     def _retire(self, owner: Owner | None) -> None:

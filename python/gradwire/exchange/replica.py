@@ -142,8 +142,7 @@ class Replica(SharedCopy):
             accepted: of the member that gave the parameters.
         """
         self.step = step
-        # Members of another part of a split network may have chosen the other way. A node that joins them changes with
-        # them.
+        # Members of another part of a split network may have chosen the other way: who joins them changes with them.
         if not is_sharded:
             self.sharding = None
             if self._owner_state is not None:
@@ -157,6 +156,7 @@ class Replica(SharedCopy):
                 self._options.owners_max,
                 self._options.codec,
                 self._options.reduction == "mean",
+                self._options.every,
                 self._put_part_back,
                 accepted or {},
             )
