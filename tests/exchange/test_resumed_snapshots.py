@@ -86,6 +86,13 @@ def arrived(newcomer: Trainer) -> int:
     return newcomer.share._join._recipient.arrived_bytes
 
 
+def begin_with_newcomer(world: Cluster, how: Any) -> tuple[list[Trainer], Trainer]:
+    """Return four nodes that have trained for some steps, and one that begins to join them."""
+    trainers = [Trainer(world, node_id, 60, min_peers=3, **how) for node_id in (10, 20, 30, 50)]
+    world.run(until=lambda: len(trainers[0].results) > 3)
+    return trainers, Trainer(world, 40, 60, min_peers=3, **how)
+
+
 def kill_donor(world: Cluster, newcomer: Trainer, trainers: list[Trainer]) -> Trainer:
     """Kill a member that gives a newcomer its snapshot."""
     donor = min(newcomer.share._join._recipient.donors)
@@ -101,9 +108,7 @@ def test_another_member_goes_on_with_the_snapshot_of_a_donor_that_dies(
     seed: int, deaths: int, how: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with cluster(seed) as world:
-        trainers = [Trainer(world, node_id, 60, min_peers=3, **how) for node_id in (10, 20, 30, 50)]
-        world.run(until=lambda: len(trainers[0].results) > 3)
-        newcomer = Trainer(world, 40, 60, min_peers=3, **how)
+        trainers, newcomer = begin_with_newcomer(world, how)
         parts = Parts(monkeypatch, newcomer.node)
         total = 0
         for _ in range(deaths):
@@ -127,9 +132,7 @@ def test_every_member_sends_its_part_of_a_snapshot(
     seed: int, how: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with cluster(seed) as world:
-        trainers = [Trainer(world, node_id, 60, min_peers=3, **how) for node_id in (10, 20, 30, 50)]
-        world.run(until=lambda: len(trainers[0].results) > 3)
-        newcomer = Trainer(world, 40, 60, min_peers=3, **how)
+        trainers, newcomer = begin_with_newcomer(world, how)
         parts = Parts(monkeypatch, newcomer.node)
         world.run()
     assert_identical([*trainers, newcomer])
@@ -150,9 +153,7 @@ def test_another_member_sends_what_one_of_several_donors_has_not(
     seed: int, deaths: int, how: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with cluster(seed) as world:
-        trainers = [Trainer(world, node_id, 60, min_peers=3, **how) for node_id in (10, 20, 30, 50)]
-        world.run(until=lambda: len(trainers[0].results) > 3)
-        newcomer = Trainer(world, 40, 60, min_peers=3, **how)
+        trainers, newcomer = begin_with_newcomer(world, how)
         parts = Parts(monkeypatch, newcomer.node)
         recipient = newcomer.share._join._recipient
         for _ in range(deaths):
@@ -174,9 +175,7 @@ def test_members_that_are_beyond_the_step_of_a_request_send_nothing_in_vain(
 ) -> None:
     monkeypatch.setattr(join_module, "_STEPS_AHEAD_MAX", -1)
     with cluster(seed) as world:
-        trainers = [Trainer(world, node_id, 60, min_peers=3, **how) for node_id in (10, 20, 30, 50)]
-        world.run(until=lambda: len(trainers[0].results) > 3)
-        newcomer = Trainer(world, 40, 60, min_peers=3, **how)
+        trainers, newcomer = begin_with_newcomer(world, how)
         parts = Parts(monkeypatch, newcomer.node)
         world.run()
     assert_identical([*trainers, newcomer])
@@ -214,9 +213,7 @@ def test_a_member_that_dies_or_comes_while_a_snapshot_travels_ends_with_identica
     seed: int, how: Any
 ) -> None:
     with cluster(seed) as world:
-        trainers = [Trainer(world, node_id, 60, min_peers=3, **how) for node_id in (10, 20, 30, 50)]
-        world.run(until=lambda: len(trainers[0].results) > 3)
-        newcomer = Trainer(world, 40, 60, min_peers=3, **how)
+        trainers, newcomer = begin_with_newcomer(world, how)
         world.run(until=lambda: arrived(newcomer) >= 8)
         second = Trainer(world, world.random.choice([5, 60]), 60, min_peers=3, **how)
         if world.random.random() < 0.5:
@@ -239,9 +236,7 @@ def test_values_that_have_not_arrived_are_not_what_the_memory_had_before(
 
     monkeypatch.setattr(np, "empty", used)
     with cluster(0) as world:
-        trainers = [Trainer(world, node_id, 60, min_peers=3, **how) for node_id in (10, 20, 30, 50)]
-        world.run(until=lambda: len(trainers[0].results) > 3)
-        newcomer = Trainer(world, 40, 60, min_peers=3, **how)
+        trainers, newcomer = begin_with_newcomer(world, how)
         world.run(until=lambda: arrived(newcomer) >= 8)
         kill_donor(world, newcomer, trainers)
         snapshot = newcomer.share._join._recipient.resumable

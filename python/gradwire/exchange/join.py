@@ -184,9 +184,8 @@ class Join:
         self._departure.heed_exclusions(run, hello)
         # Order matters below: a lost connection first, then misfits, then members, then nodes outside.
         if before is None:
-            self._recipient.drop(
-                [run]
-            )  # the connection is new: the rest of the snapshot will not arrive
+            # The connection is new: the rest of its snapshot will not arrive.
+            self._recipient.drop([run])
         if run in self._introductions.incompatible:
             self._departure.suspect_incompatible()
             return

@@ -698,9 +698,8 @@ class Recipient:
         # By donor, until all of it has arrived; None: not even the header.
         self._deliveries: dict[NodeRun, _Delivery | None] = {}
         self._holes: Ranges = []  # of ``incoming``: what no donor is to send
-        self._waiting: list[
-            tuple[NodeRun, memoryview]
-        ] = []  # parts for which ``earlier`` has to be brought up first
+        # Parts for which ``earlier`` has to be brought up first.
+        self._waiting: list[tuple[NodeRun, memoryview]] = []
 
     def request(
         self,
@@ -890,7 +889,8 @@ class Recipient:
         if not self.is_asked or snapshot is None:
             return ""
         donors = ", ".join(map(self._address_of, sorted(self._deliveries)))
-        return f"{clock.of_bytes(self.arrived_bytes, snapshot.nbytes)} from {donors}"
+        arrived = clock.of_bytes(self.arrived_bytes, snapshot.nbytes)
+        return f"{arrived} from {donors}" if donors else arrived
 
     @property
     def expected_bytes(self) -> int:
