@@ -7,12 +7,14 @@ Links keep their order, as the transport does, and are otherwise arbitrarily slo
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import random
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import pytest
@@ -115,10 +117,17 @@ class FakeNode:
         return messages
 
 
+def _taken_lock() -> threading.Lock:
+    """Return a lock that one thread takes when another one releases it: a baton, cheaper than an event."""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
 class _Worker:
     def __init__(self, node: FakeNode, work: Callable[[], Any]) -> None:
         self.node = node
-        self.baton = threading.Event()
+        self.baton = _taken_lock()
         self.until_s = 0.0
         self.computes = False
         self.is_done = False
@@ -127,8 +136,7 @@ class _Worker:
         self.thread = threading.Thread(target=self._run, args=(work,), daemon=True)
 
     def _run(self, work: Callable[[], Any]) -> None:
-        self.baton.wait()
-        self.baton.clear()
+        self.baton.acquire()
         try:
             self.result = work()
         except Killed:
@@ -162,8 +170,10 @@ class Cluster:
         self.slow_links: set[tuple[Peer, Peer]] = set()  # deliver nothing while they are in here
         self.stopped: set[FakeNode] = set()  # do nothing while they are in here
         self._links: dict[tuple[Peer, Peer], deque[_Packet | PeerJoined | PeerLost]] = {}
+        # The same in the order in which one is drawn.
+        self._order: list[tuple[tuple[Peer, Peer], deque[Any]]] = []
         self._workers: list[_Worker] = []
-        self._scheduler = threading.Event()
+        self._scheduler = _taken_lock()
         self._incarnations = itertools.count(1)
         self._turns = 0
         self._plans: dict[int, list[Callable[[], None]]] = {}
@@ -226,7 +236,11 @@ class Cluster:
     # ---- what nodes ask for ------------------------------------------------------------------------------------------
 
     def link(self, sender: Peer, receiver: Peer) -> deque[Any]:
-        return self._links.setdefault((sender, receiver), deque())
+        key = sender, receiver
+        if key not in self._links:
+            self._links[key] = deque()
+            bisect.insort(self._order, (key, self._links[key]), key=itemgetter(0))
+        return self._links[key]
 
     def compute(self, node: FakeNode, seconds: float) -> None:
         """Let a worker be busy with something else; a test calls this from inside it."""
@@ -237,9 +251,8 @@ class Cluster:
         for worker in self._workers:
             if worker.thread is threading.current_thread():
                 worker.until_s, worker.computes = until_s, computes
-                self._scheduler.set()
-                worker.baton.wait()
-                worker.baton.clear()
+                self._scheduler.release()
+                worker.baton.acquire()
         if node.is_dead:
             raise Killed
 
@@ -255,7 +268,7 @@ class Cluster:
         self.start(node, run)
 
     def give_back(self) -> None:
-        self._scheduler.set()
+        self._scheduler.release()
 
     # ---- the scheduler -----------------------------------------------------------------------------------------------
 
@@ -268,11 +281,7 @@ class Cluster:
             return False
         going = [worker for worker in running if worker.node not in self.stopped]
         ready = [worker for worker in going if worker.is_ready]
-        links = [
-            key
-            for key, queue in sorted(self._links.items())
-            if queue and key not in self.slow_links
-        ]
+        links = [key for key, queue in self._order if queue and key not in self.slow_links]
         if not ready and not links:
             self.now_s = min((worker.until_s for worker in going), default=self.now_s)
             return True
@@ -284,9 +293,8 @@ class Cluster:
         return True
 
     def _resume(self, worker: _Worker) -> None:
-        self._scheduler.clear()
-        worker.baton.set()
-        assert self._scheduler.wait(60), "a worker neither rests nor ends"
+        worker.baton.release()
+        assert self._scheduler.acquire(timeout=60), "a worker neither rests nor ends"
         if worker.is_done and worker.error is not None:
             raise worker.error
 
