@@ -781,20 +781,24 @@ class Recipient:
                 self._add(run, part)
 
     def drop(self, runs: Collection[NodeRun]) -> None:
-        """Wait no longer for donors that are gone, nor for slow ones if another one sends their rest sooner."""
+        """Wait no longer for donors that are gone."""
         for run in self.donors.intersection(runs):
             self._end_delivery(run)
+
+    def _drop_slow(self) -> None:
+        """Wait no longer for donors whose rest the fastest one would send in less than half the time."""
         elapsed_s = clock.now_s() - self._begun_s
-        if self._rate and elapsed_s > _PATIENCE_S:
-            left = [
-                (_size_of(delivery.missing), delivery.nbytes)
-                for delivery in self._deliveries.values()
-                if delivery is not None
-            ]
-            seconds = [elapsed_s * missing / max(nbytes - missing, 1) for missing, nbytes in left]
-            all_bytes = sum(missing for missing, _ in left)
-            if all_bytes / self._rate < _GAIN * max(seconds, default=0.0):
-                self.drop(self.donors)
+        if not self._rate or elapsed_s <= _PATIENCE_S:
+            return
+        left = [
+            (_size_of(delivery.missing), delivery.nbytes)
+            for delivery in self._deliveries.values()
+            if delivery is not None
+        ]
+        seconds = [elapsed_s * missing / max(nbytes - missing, 1) for missing, nbytes in left]
+        all_bytes = sum(missing for missing, _ in left)
+        if all_bytes / self._rate < _GAIN * max(seconds, default=0.0):
+            self.drop(self.donors)
 
     def cancel(self) -> None:
         """Take no more parts of what was asked for."""
@@ -899,6 +903,7 @@ class Recipient:
 
     def take(self) -> Snapshot | None:
         """Return the snapshot once all of it has arrived, and end the request; None before."""
+        self._drop_slow()
         snapshot = self.incoming
         if not self.is_asked or snapshot is None or self._deliveries or self.is_behind:
             return None
