@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
+import reprlib
 import sys
 from collections.abc import Sequence
 from functools import lru_cache
@@ -118,7 +119,7 @@ def stream_of(stream: Any, arrays: Any, device: int) -> int:
         if hasattr(stream, attribute):
             return int(getattr(stream, attribute))
     raise TypeError(
-        f"stream must be an int, a torch or CuPy stream or have __cuda_stream__, got {stream!r}"
+        f"stream must be an int, a torch or CuPy stream or have __cuda_stream__, got {reprlib.repr(stream)}"
     )
 
 

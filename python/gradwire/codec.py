@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import reprlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -604,4 +605,4 @@ def backends() -> list[str]:
 
 def _check_kind(name: str, value: Any, attribute: str, kind: str) -> None:
     if isinstance(value, type) or not hasattr(value, attribute):
-        raise TypeError(f"{name} must be {kind}, got {value!r}")
+        raise TypeError(f"{name} must be {kind}, got {reprlib.repr(value)}")

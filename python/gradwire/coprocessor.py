@@ -16,6 +16,7 @@ import json
 import logging
 import math
 import os
+import reprlib
 import secrets
 import struct
 import sys
@@ -263,7 +264,9 @@ class Host(AbstractContextManager["Host"]):
         if hasattr(optimizer, "param_groups"):
             optimizer = _TorchOptimizer(optimizer, given, initial)
         elif not isinstance(optimizer, SGD):
-            raise TypeError(f"optimizer must be an SGD or from torch.optim, got {optimizer!r}")
+            raise TypeError(
+                f"optimizer must be an SGD or from torch.optim, got {reprlib.repr(optimizer)}"
+            )
         self.node = node
         self.save_every = save_every
         self.gradients_per_step = gradients_per_step

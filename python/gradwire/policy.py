@@ -9,6 +9,7 @@ Policies and schedules are frozen and have no hidden state. The encoder owns the
 from __future__ import annotations
 
 import math
+import reprlib
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -819,4 +820,6 @@ def _check_thresholds(initial: float, minimum: float) -> None:
 
 def _check_whole(name: str, value: int, *, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+        raise ValueError(
+            f"{name} must be a whole number of at least {least}, got {reprlib.repr(value)}"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +39,7 @@ def check_range(name: str, value: int, least: int, most: int) -> None:
         ValueError: the value is out of range.
     """
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{name} must be an int, got {value!r}")
+        raise TypeError(f"{name} must be an int, got {reprlib.repr(value)}")
     if not least <= value <= most:
         raise ValueError(f"{name} must be {least} to {most}, got {value}")
 

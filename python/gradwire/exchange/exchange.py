@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import reprlib
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -642,7 +643,7 @@ class _Parts(NamedTuple):
 
 def _groups_of(enc: Encoder | Groups) -> Groups:
     if not isinstance(enc, (Encoder, Groups)):
-        raise TypeError(f"enc must be an Encoder or Groups, got {enc!r}")
+        raise TypeError(f"enc must be an Encoder or Groups, got {reprlib.repr(enc)}")
     return enc if isinstance(enc, Groups) else Groups([Group(enc)])
 
 
@@ -670,7 +671,7 @@ def _check_memory(options: Options, groups: Groups, node: Node) -> None:
 def _make_parts(options: Options, groups: Groups, node: Node) -> _Parts:
     """Make and connect the parts of an exchange."""
     if not hasattr(node, "publish"):
-        raise TypeError(f"node must be a Node, got {node!r}")
+        raise TypeError(f"node must be a Node, got {reprlib.repr(node)}")
     _check_memory(options, groups, node)
     if not groups.keeps_residuals and not options.apply_residual:
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict
@@ -241,6 +242,6 @@ def training_defaults(options: ExchangeOptions) -> ExchangeOptions:
 
 def _check_int(name: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{name} must be an int, got {value!r}")
+        raise TypeError(f"{name} must be an int, got {reprlib.repr(value)}")
     if value < least:
         raise ValueError(f"{name} is {value}, must be {least} or more")

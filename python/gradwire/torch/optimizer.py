@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import reprlib
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -132,9 +133,9 @@ class SharedOptimizer(torch.optim.Optimizer):
         training: Training | None = None,
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"optimizer must be one of torch's, got {optimizer!r}")
+            raise TypeError(f"optimizer must be one of torch's, got {reprlib.repr(optimizer)}")
         if not isinstance(exchange, (Exchange, LocalExchange)):
-            raise TypeError(f"exchange must be an Exchange, got {exchange!r}")
+            raise TypeError(f"exchange must be an Exchange, got {reprlib.repr(exchange)}")
         if update_scale != "auto" and not 0.0 < update_scale < math.inf:
             raise ValueError(f'update_scale is {update_scale!r}, must be positive, or "auto"')
         # Not super().__init__: param_groups, state and defaults are the wrapped optimiser's (__getattr__, __setattr__).
