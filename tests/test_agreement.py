@@ -22,10 +22,11 @@ STEPS = 60
 def updates(agreement: float, nodes: int, numel: int, step: int) -> list[np.ndarray]:
     """Return updates of length 1 of which the given part is common, and the rest each node's own noise."""
     # As with momentum, what is common changes slowly: asynchronous nodes are at different steps.
-    common = np.random.default_rng(step // 10).standard_normal(numel)
-    own = np.random.default_rng([step, numel]).standard_normal((nodes, numel))
-    mixed = math.sqrt(agreement) * common + math.sqrt(1.0 - agreement) * own
-    return [np.float32(update / math.sqrt(numel)) for update in mixed]
+    common = np.random.default_rng(step // 10).standard_normal(numel, np.float32)
+    own = np.random.default_rng([step, numel]).standard_normal((nodes, numel), np.float32)
+    own *= np.float32(math.sqrt((1.0 - agreement) / numel))
+    own += np.float32(math.sqrt(agreement / numel)) * common
+    return list(own)
 
 
 def sketch_of(agreement: Agreement, step: int, sample: np.ndarray) -> Sketch | None:
