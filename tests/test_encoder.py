@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -721,6 +721,13 @@ def test_an_update_that_cannot_be_taken_is_refused(
         encoder.encode(update)
     assert encoder.step == 1
     assert (encoder.residual == 0.25).all()
+
+
+@pytest.mark.parametrize("make", [gw.Encoder, gw.TargetBytes, lambda many: gw.Exchange(many, None)])
+def test_an_error_does_not_print_all_of_a_wrong_argument(make: Callable[[Any], object]) -> None:
+    with pytest.raises((TypeError, ValueError)) as error:
+        make([np.zeros(500)] * 50)
+    assert len(str(error.value)) < 300
 
 
 @pytest.mark.parametrize("where", [slice(None), slice(0, 4)])
