@@ -83,6 +83,7 @@ class Soak:
         self.counts = Counter[str]()
         self._ports = [str(port + rank) for rank in range(NODES)]
         self._logs = [(logs / f"{way}-{rank}.log").open("a") for rank in range(NODES)]
+        self._current: dict[int, subprocess.Popen[str]] = {}  # by rank
         self._said: dict[int, tuple[int, str]] = {}  # step and training, by rank
         self._digests: dict[tuple[str, ...], str] = {}
         self._asked: set[int] = set()  # process ids that may end
@@ -92,10 +93,12 @@ class Soak:
 
     def _start(self, rank: int) -> subprocess.Popen[str]:
         command = [sys.executable, __file__, "--node", self.way, str(rank), *self._ports]
-        self._said.pop(rank, None)
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=self._logs[rank], text=True
         )
+        with self._lock:
+            self._current[rank] = process
+            self._said.pop(rank, None)
         threading.Thread(target=self._read, args=(rank, process), daemon=True).start()
         return process
 
@@ -105,9 +108,11 @@ class Soak:
                 return  # killed in the middle of it
             word, step, digest, training, *members = line.split()
             with self._lock:
+                if self._current[rank] is not process:
+                    return  # the last words of a process that another one has followed
                 lives = {each for each, _ in enumerate(self._processes) if self._lives(each)}
-                others = [self._said[each] for each in lives & self._said.keys() - {rank}]
-                if step == "0" and any(done > 0 and it != training for done, it in others):
+                others = {each: self._said[each] for each in lives & self._said.keys() - {rank}}
+                if step == "0" and any(n > 0 and it != training for n, it in others.values()):
                     self._fault(rank, "begun at 0", f"others are at {others}")
                 self._said[rank] = int(step), training
                 self.counts[word] += 1
