@@ -83,24 +83,23 @@ class Soak:
         self.counts = Counter[str]()
         self._ports = [str(port + rank) for rank in range(NODES)]
         self._logs = [(logs / f"{way}-{rank}.log").open("a") for rank in range(NODES)]
-        self._current: dict[int, subprocess.Popen[str]] = {}  # by rank
         self._said: dict[int, tuple[int, str]] = {}  # step and training, by rank
         self._digests: dict[tuple[str, ...], str] = {}
         self._asked: set[int] = set()  # process ids that may end
         self._lock = threading.Lock()
-        self._processes: list[subprocess.Popen[str]] = []
-        self._processes += [self._start(rank) for rank in range(NODES)]
+        self._processes: dict[int, subprocess.Popen[str]] = {}  # the latest, by rank
+        for rank in range(NODES):
+            self._start(rank)
 
-    def _start(self, rank: int) -> subprocess.Popen[str]:
+    def _start(self, rank: int) -> None:
         command = [sys.executable, __file__, "--node", self.way, str(rank), *self._ports]
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=self._logs[rank], text=True
         )
         with self._lock:
-            self._current[rank] = process
+            self._processes[rank] = process
             self._said.pop(rank, None)
         threading.Thread(target=self._read, args=(rank, process), daemon=True).start()
-        return process
 
     def _read(self, rank: int, process: subprocess.Popen[str]) -> None:
         for line in process.stdout or ():
@@ -108,9 +107,9 @@ class Soak:
                 return  # killed in the middle of it
             word, step, digest, training, *members = line.split()
             with self._lock:
-                if self._current[rank] is not process:
+                if self._processes[rank] is not process:
                     return  # the last words of a process that another one has followed
-                lives = {each for each, _ in enumerate(self._processes) if self._lives(each)}
+                lives = set(filter(self._lives, self._processes))
                 others = {each: self._said[each] for each in lives & self._said.keys() - {rank}}
                 if step == "0" and any(n > 0 and it != training for n, it in others.values()):
                     self._fault(rank, "begun at 0", f"others are at {others}")
@@ -138,7 +137,7 @@ class Soak:
                 if self._lives(rank):
                     self._processes[rank].send_signal(signal.SIGCONT)
                 else:
-                    self._processes[rank] = self._start(rank)
+                    self._start(rank)
             busy = {rank for _, rank in plans}
             for rank in set(range(NODES)) - busy:
                 if not self._lives(rank):
@@ -157,7 +156,7 @@ class Soak:
                 else:
                     self._asked.add(self._processes[rank].pid)
             time.sleep(0.05)
-        for process in self._processes:
+        for process in self._processes.values():
             process.kill()
 
 
