@@ -468,12 +468,12 @@ class Gradwire(LocalSteps):
         if outer_momentum is None:
             outer_momentum = training_defaults({"every": every})["outer_momentum"]
         self.outer_momentum, self.velocity = outer_momentum, torch.zeros(self.numel)
-        is_needed = every == 1 and is_adaptive
-        self.agreement = Agreement(is_needed=is_needed)
-        self.sketchers = [Agreement(is_needed=is_needed) for _ in range(self.nodes)]
-        momentum = ADAMW_BETAS[0] if inner is adamw else 0.0
-        for own in (self.agreement, *self.sketchers):
-            own.start(momentum)
+        self.agreement = Agreement(repeats=every == 1)
+        self.sketchers = [Agreement(repeats=every == 1) for _ in range(self.nodes)]
+        if is_adaptive:
+            self.rate *= 1.0 - outer_momentum
+            for own in (self.agreement, *self.sketchers):
+                own.start(ADAMW_BETAS[0] if inner is adamw else 0.0)
 
     def optimize(self, index: int, number: int, factor: float = 1.0) -> None:
         self.number = number
@@ -524,9 +524,9 @@ class Gradwire(LocalSteps):
 
     def measure(self, updates: list[Any]) -> None:
         """Let sketches travel, as the notes of steps have them."""
-        sketches = []
+        sketches, exchange = [], self.number // self.every
         for own, update in zip(self.sketchers, updates, strict=True):
-            own.measure(self.number, [sample_of(split(torch.from_numpy(update), self.shapes))])
+            own.measure(exchange, [sample_of(split(torch.from_numpy(update), self.shapes))])
             measured = own.take_own()
             if measured is not None and measured.sketch is not None:
                 sketches.append(measured.sketch)

@@ -249,6 +249,18 @@ def test_weight_decay_beside_the_gradient_has_no_factor(how: str) -> None:
     assert abs(plain["weights"] - expected["weights"]).max() > 0.01
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.5])
+def test_local_steps_and_decay_are_shorter_by_what_the_outer_momentum_adds(decay: float) -> None:
+    make = DECAYS["adamw"]
+    params = jax.numpy.arange(1.0, 5.0)
+    plain = make(decay)
+    expected, _ = plain.update(params, plain.init(params), params)
+    with gradwire.jax.share(make(decay), every=15, min_peers=0) as shared:
+        state = shared.init(params)
+        updates, _ = shared.update(params, state, params)
+    np.testing.assert_allclose(updates, 0.5 * expected, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     "make",
     [

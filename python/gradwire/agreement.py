@@ -176,18 +176,23 @@ class Agreement:
     """Measures the agreement of the members' updates, by their sketches, and which of them is far too long.
 
     Args:
-        is_needed: False: ``start`` does nothing, and the factor stays 1.
+        repeats: whether an update repeats much of the one before, if its optimiser has a momentum. The sum of several
+            steps is mostly new.
         limits_norms: whether an update that is far longer than the members' are is to be shortened.
+        outer_momentum: of the exchange. A movement counts 1 / (1 - outer_momentum) times in the end.
 
     Attributes:
         is_on: whether the factor is measured.
-        limits_norms: as given.
+        limits_norms, outer_momentum: as given.
     """
 
-    def __init__(self, *, is_needed: bool = True, limits_norms: bool = False) -> None:
+    def __init__(
+        self, *, repeats: bool = True, limits_norms: bool = False, outer_momentum: float = 0.0
+    ) -> None:
         self.is_on = False
         self.limits_norms = limits_norms
-        self._is_needed = is_needed
+        self.outer_momentum = outer_momentum
+        self._repeats = repeats
         self._median = 0.0  # of the members' norms; 0.0: unknown
         self._shortened = 0
         # Steps in a row in which the updates of all workers here, and of all nodes, were equal.
@@ -208,16 +213,24 @@ class Agreement:
             momentum: share of an update that the next one repeats, as the first of Adam's betas; 0.0 also for an
                 optimiser whose updates have one size whatever the momentum averages, as Lion and Muon.
         """
-        self.is_on = self._is_needed
-        self._momentum = momentum
+        self.is_on = True
+        self._momentum = momentum if self._repeats else 0.0
 
     @property
     def factor(self) -> float:
-        """The factor of the next update: from 1, where all agree, to sqrt(updates); 1 before anything is known."""
+        """The factor of what the gradient adds to the next update: k times ``decay_factor``.
+
+        k is from 1, where all agree, to sqrt(updates); 1 before anything is known.
+        """
         if not self._mean_squares > 0.0:
-            return 1.0
-        factor = math.sqrt(self._squares / self._mean_squares)
-        return min(max(factor, 1.0), math.sqrt(self._updates))
+            return self.decay_factor
+        k = math.sqrt(self._squares / self._mean_squares)
+        return self.decay_factor * min(max(k, 1.0), math.sqrt(self._updates))
+
+    @property
+    def decay_factor(self) -> float:
+        """The factor of weight decay beside the gradient: with the outer momentum it is as large as without both."""
+        return 1.0 - self.outer_momentum if self.is_on else 1.0
 
     def takes(self, step: int) -> bool:
         """Return whether the members tell each other of their updates of ``step``."""

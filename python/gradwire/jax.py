@@ -228,13 +228,18 @@ class _SharedUpdates:
             _fill(self._leaves, before)
         moved, inner = self._optimizer.update(updates, state.inner, params)
         leaves, tree = jax.tree.flatten(moved)
-        factor = np.float32(exchange.agreement.factor if self._scale == "auto" else self._scale)
+        factors = self._scale, 1.0
+        if self._scale == "auto":
+            factors = exchange.agreement.factor, exchange.agreement.decay_factor
+        factor, decay_factor = map(np.float32, factors)
         scaled = [np.asarray(leaf) * factor for leaf in leaves]
         decay = state.decay
         if self._decay is not None and decay is not None:
             rates, decay = self._decay.update(decay)
             parts = zip(scaled, rates, before, strict=True)
-            scaled = [leaf + (1 - factor) * np.asarray(rate) * old for leaf, rate, old in parts]
+            scaled = [
+                leaf + (decay_factor - factor) * np.asarray(rate) * old for leaf, rate, old in parts
+            ]
         self.result = exchange.step(scaled, self._leaves)
         # The caller adds the result to its parameters, which thereby become this node's.
         pairs = zip(self._leaves, before, strict=True)

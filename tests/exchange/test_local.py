@@ -354,6 +354,35 @@ def test_a_worker_asks_what_it_would_ask_of_an_exchange(options: Any) -> None:
         assert next_step == outcomes[0][3]
 
 
+@pytest.mark.parametrize("options", [{}, {"overlap": 2}, {"apply_residual": True}], ids=str)
+@pytest.mark.parametrize("moves", [False, True])
+def test_local_steps_are_compared_by_what_they_add_up_to(moves: bool, options: Any) -> None:
+    workers, every = 3, 3
+
+    def work(rank: int, share: LocalExchange) -> list[float]:
+        share.agreement.start(0.9)
+        params = tensors()
+        share.join(params)
+        for step in range(every + options.get("overlap", 0)):
+            update = tensors(100 * rank + step)
+            if moves:
+                for param, part in zip(params, update, strict=True):
+                    param += part
+                share.step_moved(params)
+            else:
+                share.step(update, params)
+        return share.agreement.state()
+
+    states, _ = run_team(work, workers, every=every, **options)
+    sums = [
+        sum(flat(tensors(100 * rank + step)) for step in range(every)) for rank in range(workers)
+    ]
+    squares = np.mean([np.square(one).sum() for one in sums])
+    mean_squares = np.square(np.mean(sums, axis=0)).sum()
+    for state in states:
+        assert state == pytest.approx([squares, mean_squares, workers], rel=0.02)
+
+
 def state_of(rank: int) -> list[NDArray[Any]]:
     return [np.full((2, 3), 10.0 + rank, np.float32), np.array(rank, np.float64)]
 

@@ -90,24 +90,27 @@ class Relative(torch.optim.Optimizer):  # type: ignore[misc]
         return loss
 
 
+def moves_of(
+    rank: int, net: Any, optimizer: Any, *, steps: int = 3
+) -> tuple[list[Any], list[float]]:
+    """Return what every step has moved, and the factors; no two ranks have a gradient for the same element."""
+    moves, scales = [], []
+    for _ in range(steps):
+        before = flat(net)
+        scales.append(getattr(optimizer, "update_scale", 1.0))
+        for param in net.parameters():
+            places = torch.arange(param.numel()).reshape(param.shape)
+            param.grad = (places % 2 == rank).to(param)
+        optimizer.step()
+        moves.append(flat(net) - before)
+    return moves, scales
+
+
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("defaults", [{}, {"lr": None}], ids=["without lr", "lr=None"])
 def test_an_optimiser_without_a_learning_rate_is_scaled_as_others(
     everywhere: Any, place: str, defaults: dict[str, Any]
 ) -> None:
-    def moves_of(rank: int, net: Any, optimizer: Any) -> tuple[list[Any], list[float]]:
-        moves, scales = [], []
-        for _ in range(3):
-            before = flat(net)
-            scales.append(getattr(optimizer, "update_scale", 1.0))
-            for param in net.parameters():
-                # No two ranks have a gradient for the same element, so their updates are orthogonal.
-                places = torch.arange(param.numel()).reshape(param.shape)
-                param.grad = (places % 2 == rank).to(param)
-            optimizer.step()
-            moves.append(flat(net) - before)
-        return moves, scales
-
     def work(rank: int, share: Share) -> Any:
         net = model()
         optimizer = share(net, Relative(net.parameters(), **defaults), codec="dense")
@@ -122,6 +125,29 @@ def test_an_optimiser_without_a_learning_rate_is_scaled_as_others(
         assert scales == pytest.approx([1.0, count**0.5, count**0.5], rel=0.01)
         for moved, scale, *plainly in zip(moves, scales, *alone[:count], strict=True):
             torch.testing.assert_close(moved, scale * sum(plainly) / count, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("outer_momentum", [0.0, 0.75])
+def test_local_steps_are_scaled_too(everywhere: Any, place: str, outer_momentum: float) -> None:
+    def work(rank: int, share: Share) -> Any:
+        net = model()
+        options = {"every": 2, "outer_momentum": outer_momentum}
+        optimizer = share(net, Relative(net.parameters()), codec="dense", **options)
+        return moves_of(rank, net, optimizer, steps=3)
+
+    plain = [model() for _ in range(2)]
+    plainly = [moves_of(rank, net, Relative(net.parameters()))[0] for rank, net in enumerate(plain)]
+    results = everywhere(place, work)
+    count = len(results)
+    for rank, (moves, scales) in enumerate(results):
+        # The first exchange measures; before the first step nobody has joined.
+        factors = [(1.0 - outer_momentum) * k for k in (1.0, count**0.5)]
+        assert scales == pytest.approx([1.0, *factors], rel=0.01)
+        # The third step is the node's own; a team takes it together.
+        ranks = range(count) if place == "team" else [rank]
+        mean = sum(plainly[each][2] for each in ranks) / len(ranks)
+        torch.testing.assert_close(moves[2], scales[2] * mean, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "Rprop", "RAdam", "AdamW", "SGD"])

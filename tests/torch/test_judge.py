@@ -274,3 +274,33 @@ def test_the_factor_multiplies_what_the_gradient_causes(make: Any) -> None:
         flat(net) - shrunk, 3.0 * (flat(plain) - shrunk), rtol=1e-3, atol=1e-6
     )
     assert shared.param_groups[0]["weight_decay"] == decay
+
+
+@pytest.mark.parametrize(
+    ("make", "scale"),
+    [
+        (lambda params: torch.optim.AdamW(params, weight_decay=0.5), 0.5),
+        (lambda params: Decaying(params, is_apart=True), 0.5),
+        (Relative, 0.5),
+        (lambda params: torch.optim.SGD(params, lr=0.1), 1.0),
+    ],
+    ids=["AdamW", "own", "without a rate", "SGD"],
+)
+def test_adaptive_steps_and_decay_are_shorter_by_what_an_outer_momentum_adds(
+    make: Any, scale: float
+) -> None:
+    net, plain = model(), model()
+    shared = share(net, make(net.parameters()), every=15)
+    alone = make(plain.parameters())
+    begin = flat(net)
+    for each in (net, plain):
+        for param in each.parameters():
+            param.grad = torch.full_like(param, 0.25)
+    shared.step()
+    alone.step()
+    assert shared.result.is_local
+    assert shared.update_scale == scale
+    torch.testing.assert_close(
+        flat(net) - begin, scale * (flat(plain) - begin), rtol=1e-3, atol=1e-6
+    )
+    assert shared.param_groups[0].get("weight_decay") == alone.param_groups[0].get("weight_decay")

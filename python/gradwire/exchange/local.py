@@ -98,6 +98,7 @@ class _Outcome:
     has_shared: bool
     state_file: str  # name of the leader's optimiser state; empty: none
     agreement: list[float]
+    outer_momentum: float
 
 
 class LocalTeam(NotCopied, instead="make one in every process, with the same name"):
@@ -570,6 +571,9 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
         self._outcome: _Outcome | None = None  # of the last call
         self._equalizes = False
         self._sample: Any = None  # of the leader's update in this call
+        self._moved: list[
+            Any
+        ] = []  # samples of what all workers have moved by since the last exchange
         self.agreement = Agreement() if exchange is None else exchange.agreement
         self._written: Arrays = []  # by the caller, since the last call
         self._loaded_step = (
@@ -692,12 +696,22 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
             has_moved=True,
         )
 
+    @property
+    def _is_measured(self) -> bool:
+        """Whether this worker leads, and the next exchange's note is to tell of what this step moves."""
+        return self.exchange is not None and (self.agreement.is_due() or bool(self._moved))
+
     def _lead_step(self, lead: Exchange, optimizer_state: OptimizerState) -> StepResult:
         # Workers have gradients of their own, so their updates count one by one.
-        if lead.agreement.is_due():
-            samples = [self._sample, *map(sample_of, self.team.others_updates)]
-            lead.agreement.measure(lead.next_step, samples)
-        return lead.step(self.team.total, self.team.params, optimizer_state)
+        moved: list[Any] = []
+        if self._is_measured:
+            moved = [self._sample, *map(sample_of, self.team.others_updates)]
+            if len(moved) == len(self._moved):
+                moved = [now + before for now, before in zip(moved, self._moved, strict=True)]
+            lead.agreement.measure(lead.next_step, moved)
+        result = lead.step(self.team.total, self.team.params, optimizer_state)
+        self._moved = moved if lead.has_local_steps else []
+        return result
 
     def catch_up(self, params: Any, timeout_s: float = 0.0) -> int:
         """See `Exchange.catch_up`."""
@@ -782,7 +796,7 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
         before = team.params if has_moved else None
         if update is not None:
             self._check_sizes(update)
-            if self.exchange is not None and self.agreement.is_due():
+            if self._is_measured:
                 self._sample = sample_of(update) - (sample_of(before) if before else 0.0)
         # A worker that takes the place of a dead one begins with whatever the others do, without an update.
         last_call = team.started_call if self._call is None else self._call
@@ -801,6 +815,7 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
         self._written = []
         self._outcome = outcome = team.read_outcome()
         self.agreement.load(outcome.agreement)
+        self.agreement.outer_momentum = outcome.outer_momentum
         # Only a worker that has no state of its own takes the leader's: a new one, or all of them where the machine
         # joined late.
         is_new = self._call is None or _is_late(outcome.result)
@@ -863,6 +878,7 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
                 has_shared,
                 state_file,
                 exchange.agreement.state(),
+                exchange.agreement.outer_momentum,
             )
         )
 

@@ -104,10 +104,10 @@ class Replica(SharedCopy):
         # Kept after the step: if this node is cut off, the others say which of these updates they have applied.
         self.sent: deque[StepUpdate] = deque(maxlen=options.kept_updates)
         self.sharding: Sharding | None = None
-        # Local steps are averaged as they are: a factor harms them, in the inner learning rate and after it.
         self.agreement = Agreement(
-            is_needed=options.every == 1,
+            repeats=options.every == 1,
             limits_norms=options.limit_outliers and options.reduction == "mean",
+            outer_momentum=options.outer_momentum,
         )
         self._options = options
         self._division = Division(groups)

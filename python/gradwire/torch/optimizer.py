@@ -88,12 +88,13 @@ class SharedOptimizer(torch.optim.Optimizer):
         exchange: with an encoder, or groups, for as many elements as there are parameters, in the order of the
             optimiser's parameter groups; or one worker's part of a `LocalTeam`.
         share_state: late nodes begin with the optimiser's state of another node, and all with that of the first node.
-        update_scale: factor of every update: a number, or "auto": 1.0 for SGD and its like and for local steps, and for
-            an adaptive optimiser a factor that is measured all the time. Such an optimiser divides by the size of its
-            own gradients, noise included, so the mean of n nodes' updates is shorter than the update of their mean
-            gradient: by up to sqrt(n) where the nodes' gradients are noise, not at all where they agree. The
-            optimiser's learning rates carry the factor during its step, and weight decay as AdamW's does not; where an
-            update does not follow them, the update itself is multiplied.
+        update_scale: factor of every update: a number, or "auto": 1.0 for SGD and its like, and for an adaptive
+            optimiser a factor that is measured all the time. Such an optimiser divides by the size of its own
+            gradients, noise included, so the mean of n nodes' updates is shorter than the update of their mean
+            gradient: by up to sqrt(n) where the nodes' gradients are noise, not at all where they agree. With an
+            ``outer_momentum`` m a movement counts 1 / (1 - m) times, so the factor is (1 - m) times as large. The
+            optimiser's learning rates carry it during its step, and weight decay beside the gradient, as AdamW's, only
+            the 1 - m; where an update does not follow the rates, the update itself is multiplied.
         equalize: begin with the parameters of the node with the lowest id, on all nodes; without, nodes that begin with
             other parameters are refused.
         buffers: further tensors that late nodes take over, such as a model's buffers; or a function that returns them.
@@ -791,11 +792,12 @@ class SharedOptimizer(torch.optim.Optimizer):
     def _scaled(self) -> Iterator[None]:
         """Multiply the update that the optimiser makes by ``update_scale``."""
         factor = self.update_scale
+        decay_factor = self.exchange.agreement.decay_factor if self._scale == "auto" else 1.0
         judgement = self._judgement
-        if factor == 1.0 or judgement is None:
+        if factor == decay_factor == 1.0 or judgement is None:
             yield
         elif judgement.follows_rate:
-            with self._scaled_rates(factor):
+            with self._scaled_rates(factor, decay_factor):
                 yield
         else:
             params = [staging.tensor for staging in self._params]
@@ -807,8 +809,8 @@ class SharedOptimizer(torch.optim.Optimizer):
                 param.copy_(torch.where(param == start, param, start + (param - start) * factor))
 
     @contextmanager
-    def _scaled_rates(self, factor: float) -> Iterator[None]:
-        """Let the learning rates carry a factor, which costs nothing; weight decay beside the update does not."""
+    def _scaled_rates(self, factor: float, decay_factor: float) -> Iterator[None]:
+        """Let the learning rates carry a factor, which costs nothing; weight decay beside the update has another."""
         groups = self.optimizer.param_groups
         judgement = self._judgement
         decays = {}
@@ -824,7 +826,7 @@ class SharedOptimizer(torch.optim.Optimizer):
             for group, rate in zip(groups, scaled, strict=True):
                 group["lr"] = rate
             for index, decay in decays.items():
-                groups[index]["weight_decay"] = decay / factor
+                groups[index]["weight_decay"] = decay * decay_factor / factor
             yield
         finally:
             for index, decay in decays.items():
