@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import gradwire as gw
+from gradwire.exchange import start
 
 from ..seeds import seeds
 from .cluster import Cluster, FakeNode, cluster
@@ -161,3 +162,34 @@ def test_the_others_wait_for_a_lowest_node_that_has_said_something_and_is_busy()
         world.run()
     assert all(each.joined is not None and not each.joined.is_late for each in trainers)
     assert_identical(trainers)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("notices", [True, False])
+def test_a_node_that_stood_still_at_the_start_does_not_begin_on_what_it_knew_before(
+    notices: bool, way: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not notices:  # two trainings then begin, and one of them has to give way
+        monkeypatch.setattr(start, "_STILL_S", 1_000.0)
+    with cluster(1) as world:
+        how = {**WAYS[way], "timeout_s": 30.0, "start_timeout_s": 1_000.0}
+        trainers = [trainer(world, node_id, 3, how) for node_id in (10, 20, 30, 40)]
+        first, second, third, _ = (each.node for each in trainers)
+        block(world, first, third)
+        receive = second.receive
+
+        def stop(timeout_s: float = 0.0) -> Any:
+            if world.now_s < 4.0:
+                return receive(timeout_s)
+            second.receive = receive  # type: ignore[method-assign]
+            world.compute(second, 15.0)
+            return []  # what has come meanwhile is only being read
+
+        second.receive = stop  # type: ignore[method-assign]
+        world.run(until=lambda: world.now_s > 5.0)
+        assert trainers[1].share._start._lacks_since_s
+        world.connect(first, third)
+        world.run(until=lambda: world.now_s > 20.0 and len(trainers[1].results) > 8)
+        assert {each.share._membership.origin.id for each in trainers} == {10}
+        assert all(len(each.share.members) == 3 for each in trainers)
+    assert ("begins without it" in caplog.text) != notices

@@ -801,8 +801,10 @@ class Trainings:
                 return "it is left over from an earlier run: end that process"
         own = introductions.training
         # Nodes that began at the same time learn of each other in their first step, and one training gives way. A
-        # training with a finished step is given up for no other.
-        gives_way = membership.phase is Phase.IN and not hello.is_confirmed
+        # training with a finished step is given up only for one that has begun with a member of it.
+        gives_way = membership.phase is Phase.IN and (
+            not hello.is_confirmed or (hello.phase is Phase.IN and run in membership.peers)
+        )
         if own and hello.training not in ("", own) and introductions.is_confirmed and not gives_way:
             return (
                 f"training {hello.training} there, {own} here: end processes that are left over from an earlier run, "
@@ -874,10 +876,11 @@ class Trainings:
             self._router.introduce(other)  # which needs connections with all members
 
     def is_elsewhere(self, hello: Hello) -> bool:
-        """Return whether a node that this one has admitted came in with other members: both parts of a split have."""
+        """Return whether a node that this one counts in takes part with others: both parts of a split may have it."""
         here = self._membership
-        is_sync_member = self._is_sync and here.phase is Phase.IN
-        return is_sync_member and hello.phase is Phase.IN and here.run not in hello.members
+        is_other = hello.training not in ("", self._introductions.training)
+        is_apart = is_other or (self._is_sync and here.run not in hello.members)
+        return here.phase is hello.phase is Phase.IN and is_apart
 
     def absent(self, admitted: Collection[NodeRun]) -> list[NodeRun]:
         """Return those of the newcomers that are admitted with a step and send no update for their first one."""
@@ -908,6 +911,7 @@ class Trainings:
         first = min((member.id for member in hello.members), default=0)
         theirs = (*reversed(hello.origin), -len(hello.members), first)
         if theirs < ours:
+            introductions.is_confirmed &= is_same  # otherwise this node's own training ends here
             self._departure.rejoin(f"this node had split off from {len(hello.members)} others")
 
 

@@ -709,9 +709,10 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
             if len(moved) == len(self._moved):
                 moved = [now + before for now, before in zip(moved, self._moved, strict=True)]
             lead.agreement.measure(lead.next_step, moved)
-        result = lead.step(self.team.total, self.team.params, optimizer_state)
-        self._moved = moved if lead.has_local_steps else []
-        return result
+        try:
+            return lead.step(self.team.total, self.team.params, optimizer_state)
+        finally:
+            self._moved = moved if lead.has_local_steps else []
 
     def catch_up(self, params: Any, timeout_s: float = 0.0) -> int:
         """See `Exchange.catch_up`."""

@@ -34,6 +34,9 @@ _RESTART_S = 10.0
 # sees all waits for a node with a lower id that does not.
 _CONNECTED_S = 10.0
 
+# A node that has not looked for so long stood still, as a stopped process does.
+_STILL_S = 1.0
+
 _LATE_REMEDY = "a node that prepares data for longer before its first step needs a larger start_timeout_s on the others"
 
 
@@ -76,6 +79,7 @@ class Start:
         self._tells_at_s = 0.0
         # Of nodes that do not see all that this node sees.
         self._lacks_since_s: dict[NodeRun, float] = {}
+        self._looked_s = 0.0
         self._equalizes = False
         self._former_members: int | None = None
 
@@ -249,7 +253,9 @@ class Start:
             for other, hello in initial.items()
         }
         now_s = clock.now_s()
-        since_s = self._lacks_since_s
+        # What this node knows is old where it stood still: the others may have begun meanwhile, and it will hear of it.
+        since_s = self._lacks_since_s if now_s < self._looked_s + _STILL_S else {}
+        self._looked_s = now_s
         self._lacks_since_s = {
             other: since_s.get(other, now_s) for other, lacks in lacking.items() if lacks
         }
