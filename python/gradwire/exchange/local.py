@@ -571,9 +571,7 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
         self._outcome: _Outcome | None = None  # of the last call
         self._equalizes = False
         self._sample: Any = None  # of the leader's update in this call
-        self._moved: list[
-            Any
-        ] = []  # samples of what all workers have moved by since the last exchange
+        self._moved: list[Any] = []  # samples of the workers' sums since the last exchange
         self.agreement = Agreement() if exchange is None else exchange.agreement
         self._written: Arrays = []  # by the caller, since the last call
         self._loaded_step = (
