@@ -911,7 +911,8 @@ class Trainings:
         first = min((member.id for member in hello.members), default=0)
         theirs = (*reversed(hello.origin), -len(hello.members), first)
         if theirs < ours:
-            introductions.is_confirmed &= is_same  # otherwise this node's own training ends here
+            if not is_same:
+                introductions.give_up()
             self._departure.rejoin(f"this node had split off from {len(hello.members)} others")
 
 

@@ -576,6 +576,10 @@ class Introductions:
         """Note that a step of the training is finished: from now on this node takes part in no other."""
         self.is_confirmed = True
 
+    def give_up(self) -> None:
+        """Note that another training goes on instead of this node's, even if steps of it are finished."""
+        self.is_confirmed = False
+
     def supersede(self, reason: str) -> None:
         """Note why this node must not go on."""
         self.superseded = self.superseded or reason
