@@ -229,7 +229,7 @@ class Agreement:
 
     @property
     def decay_factor(self) -> float:
-        """The factor of weight decay beside the gradient: with the outer momentum it is as large as without both."""
+        """The factor of weight decay beside the gradient, which with an outer momentum then is as large as without."""
         return 1.0 - self.outer_momentum if self.is_on else 1.0
 
     def takes(self, step: int) -> bool:
