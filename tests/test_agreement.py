@@ -87,7 +87,8 @@ def test_momentum_does_not_hide_the_noise_of_gradients(agreement: float, momentu
         sketches = [sketch_of(plain, step, update) for update in moved]
         plain.add([sketch for sketch in sketches if sketch is not None])
     right = factor_of(agreement, nodes)
-    assert measured[0].factor == pytest.approx(right, rel=0.1)
+    # Where all agree, the error of the sketches is the same in both norms.
+    assert measured[0].factor == pytest.approx(right, rel=0.01 if agreement == 1.0 else 0.1)
     # Of whole updates most of the noise is averaged away already.
     assert plain.factor < 0.8 * right or agreement != 0.1
 

@@ -29,7 +29,7 @@ __all__ = ["Agreement", "Measured", "Sketch", "checked_state", "sample_beside", 
 
 _SAMPLE_NUMEL = 1 << 16
 _BLOCK_NUMEL = 64
-_BUCKETS = 512
+_BUCKETS = 128
 _REMEMBERED_NUMEL = 1 << 12  # of a sample, because checkpoints have it
 _LARGEST = 1e100  # squares of it are finite
 
@@ -59,7 +59,8 @@ class Sketch(NamedTuple):
 
     Attributes:
         updates: number of the updates.
-        squares: sum of the squared norms.
+        squares: sum of the squared norms of their sketches. Where updates agree, its error is that of the sketch of
+            their sum, so that the ratio has none.
         buckets: linear sketch of the sum.
     """
 
@@ -253,8 +254,8 @@ class Agreement:
         if self.is_on and (squares > 0.0 or not self._momentum):
             added = self._added(step, listed)
             if added and self.takes(step):
-                buckets = _sums_of(sum(added[1:], start=added[0]))
-                own = Sketch(len(added), _squares_of(added), buckets)
+                told = [_sums_of(sample) for sample in added]
+                own = Sketch(len(added), _squares_of(told), sum(told[1:], start=told[0]))
                 # As the others get it: all nodes have to compute the same factor.
                 sketch = Sketch.decode(own.encode())
         self._own = Measured(math.sqrt(squares / len(listed)), sketch)
@@ -381,7 +382,7 @@ def _squares_of(samples: Sequence[NDArray[np.float64]]) -> float:
 
 
 def _sums_of(sample: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return sums of every 512th element, with the signs that all nodes use."""
+    """Return sums of every 128th element, with the signs that all nodes use."""
     signed = np.zeros(-(-sample.size // _BUCKETS) * _BUCKETS)
     np.multiply(sample, _signs(sample.size), out=signed[: sample.size])
     sums: NDArray[np.float64] = signed.reshape(-1, _BUCKETS).sum(axis=0)
