@@ -261,6 +261,15 @@ def add(target: Sequence[NDArray[Any]], source: Sequence[NDArray[Any]]) -> None:
         destination += origin
 
 
+def subtract(target: Sequence[NDArray[Any]], source: Sequence[NDArray[Any]]) -> None:
+    """Subtract every array of ``source``, which has the same shape and device, from its counterpart in ``target``."""
+    if _are_on_device(target, source):
+        _in_one_launch("sub_", target, source)
+        return
+    for destination, origin in zip(target, source, strict=True):
+        destination -= origin
+
+
 def add_finite(
     target: Sequence[NDArray[Any]], source: Sequence[NDArray[Any]], factor: float = 1.0
 ) -> tuple[int, int]:

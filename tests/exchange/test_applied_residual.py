@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -255,6 +256,31 @@ def test_a_late_node_gets_the_parameters_without_the_residual_of_another(
         assert one.residual.any()
         np.testing.assert_array_equal(one.shared, outcomes[0].shared)
         np.testing.assert_array_equal(one.params, one.shared + one.residual)
+
+
+def test_a_node_that_joins_again_needs_no_memory_for_the_residual() -> None:
+    numel = 1_000_000
+    peaks: list[int] = []
+
+    def work(node: FakeNode, rank: int) -> NDArray[np.float32]:
+        enc = gw.Encoder(numel, gw.FixedThreshold(THRESHOLD), keeps_residual=False)
+        params = np.zeros(numel, np.float32)
+        share = gw.Exchange(enc, node, reduction="sum", min_peers=1, apply_residual=True)
+        share.join(params)
+        while share.next_step < 20:
+            node.cluster.compute(node, 0.1)
+            params[rank::3] += THRESHOLD / 256
+            if rank and share.next_step == 2:
+                tracemalloc.start()
+                share.resync(params)
+                peaks.append(tracemalloc.get_traced_memory()[1])
+                tracemalloc.stop()
+            share.step_moved(params)
+        return params
+
+    run_cluster(work, count=2, seed=0)
+    # The donor's copy, and the snapshot as it arrives: 8 bytes per parameter of both nodes together.
+    assert max(peaks) < 9 * numel
 
 
 @kept_or_not

@@ -58,6 +58,7 @@ class Trainer:
         self.node: FakeNode = world.node(node_id)
         self.steps = steps
         policy = gw.FixedThreshold(THRESHOLD)
+        self.keeps_residual = keeps_residual
         self.encoder = gw.Encoder(NUMEL, policy, keeps_residual=keeps_residual)
         options = {
             "reduction": "sum",
@@ -90,6 +91,7 @@ class Trainer:
                 if self.share.next_step == self.resyncs_at:
                     self.resyncs_at = None
                     self.share.resync(self.params)
+                    assert self.encoder.has_residual == self.keeps_residual
                 self.results.append(self.share.step_moved(self.params))
             else:
                 self.results.append(self.share.step(one, self.params))
@@ -374,7 +376,14 @@ def test_a_straggler_is_left_behind_and_comes_in_again_with_all_its_updates(
 
 @pytest.mark.parametrize("seed", seeds(3))
 @pytest.mark.parametrize(
-    "how", [{}, {"overlap": 1}, {"apply_residual": True}, OVERLAPPED["overlapped, moved, residual"]]
+    "how",
+    [
+        {},
+        {"overlap": 1},
+        {"apply_residual": True},
+        {"apply_residual": True, "keeps_residual": False},
+        OVERLAPPED["overlapped, moved, residual"],
+    ],
 )
 def test_what_an_optimiser_moved_before_a_resync_is_not_lost(seed: int, how: Any) -> None:
     with cluster(seed) as world:
@@ -387,6 +396,28 @@ def test_what_an_optimiser_moved_before_a_resync_is_not_lost(seed: int, how: Any
     assert trainers[1].resyncs_at is None
     assert_identical(trainers)
     assert_nothing_lost(trainers)
+
+
+@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize("topology", ["mesh", "sharded"])
+def test_a_difference_is_after_a_resync_what_a_residual_of_its_own_is(
+    seed: int, topology: str
+) -> None:
+    ends = []
+    for keeps in (True, False):
+        options = {"apply_residual": True, "moves": True, "topology": topology, "min_peers": 2}
+        with cluster(seed) as world:
+            trainers = [
+                Trainer(world, node_id, 30, keeps_residual=keeps, **options)
+                for node_id in (10, 20, 30)
+            ]
+            trainers[1].resyncs_at = 9
+            world.run()
+        assert_identical(trainers)
+        ends.append(trainers)
+    for kept, difference in zip(*ends, strict=True):
+        np.testing.assert_array_equal(difference.shared, kept.shared)
+        np.testing.assert_array_equal(difference.params, kept.params)
 
 
 def drop(world: Cluster, dropped: FakeNode, others: list[FakeNode]) -> None:

@@ -24,6 +24,7 @@ from ..arrays import (
     put_difference,
     sampled,
     scaled,
+    subtract,
     views,
     writable_views,
     zeros_like,
@@ -535,13 +536,13 @@ class SharedCopy:
         The caller's parameters are replaced after that.
         """
         if self._applies_residual:
-            # A newcomer that has not trained yet needs no memory for that.
-            has_none = not self.groups.has_residuals and not self.is_difference
-            if has_none and all(self._as_shared(writable_views(params))):
+            if self.is_difference:  # `import_state` keeps it
+                self._differing = writable_views(params)
                 return
-            # The last step has left a difference, which is not known apart from the movement.
-            self._weigh_movement(params, 1.0 if self.is_difference else weight)
-            self._set_residual(params)
+            # A newcomer that has not trained yet needs no memory for that.
+            if self.groups.has_residuals or not all(self._as_shared(writable_views(params))):
+                self._weigh_movement(params, weight)
+                self._set_residual(params)
             return
         for param, shared, residual in self._parts(params):
             moved = param - shared
@@ -626,17 +627,17 @@ class SharedCopy:
     def import_state(self, arrays: Arrays, params: Any) -> None:
         """Replace the shared parameters and the caller's by another replica's."""
         self.forget()
-        if self.is_difference:
-            self._set_residual(params)
         target = self.shared or writable_views(params)
         values = arrays[len(arrays) - len(target) :]
         self.replacements += not all(map(np.array_equal, map(on_host, target), values))
-        if isinstance(self.total, MomentumSum):
-            self.total.ensure_velocity(target)
-            put([*self.total.velocity, *target], arrays)
-        else:
-            put(target, arrays)
-        if self.shared:
+        # A residual that is a difference stays one: in memory of its own it would be as large as the parameters.
+        if self.is_difference:
+            subtract(self._differing, target)
+        put(self.export_state(params), arrays)
+        if self.is_difference:
+            add(self._differing, target)
+            self._sample = None if self._sample is None else sample_beside(self._differing)
+        elif self.shared:
             self.write_params(params)
 
 

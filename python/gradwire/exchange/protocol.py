@@ -50,7 +50,7 @@ __all__ = [
 
 _LOG = logging.getLogger(__name__)
 
-VERSIONS = [11, 1]  # of this protocol, and of docs/message-format.md
+VERSIONS = [12, 1]  # of this protocol, and of docs/message-format.md
 
 TAG_NUMBERS = 1 << 56  # ``divmod(tag, TAG_NUMBERS)`` is kind and number
 _RELAY = struct.Struct("<QQQ")

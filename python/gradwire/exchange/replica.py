@@ -247,10 +247,12 @@ class Replica(SharedCopy):
         if sharded is not None and self.sharding is not None:
             self.sharding.withdraw(sharded)
 
-    def put_back(self, update: StepUpdate, factor: float = 1.0) -> None:
-        """Add one of this node's updates, times a factor, to the residuals."""
-        if not self.is_difference:  # otherwise the caller's parameters hold it
+    def put_back(self, update: StepUpdate, factor: float = 1.0, *, is_held: bool = True) -> None:
+        """Add one of this node's updates, times a factor, to the residuals; a difference has it if ``is_held``."""
+        if not self.is_difference:
             self._add_update_to(self.groups.whole_residuals(), update, factor)
+        elif not is_held:
+            self._add_update_to_params(update, self.differing, factor)
 
     def _add_update_to(self, residuals: Sequence[Any], update: StepUpdate, factor: float) -> None:
         if update.sharded is None:
@@ -274,14 +276,12 @@ class Replica(SharedCopy):
 
         The caller's parameters are replaced after that. Messages of an unfinished step stay apart from the residual.
         """
-        encoders = self.groups.encoders
         self.share_written(params)
-        if self.shared and all(
-            encoder.device_number == device_of(self.shared) for encoder in encoders
-        ):
+        device = device_of(self.shared)
+        if self.shared and all(own.device_number == device for own in self.groups.encoders):
             super().absorb_local_changes(params, weight)
             if self._applies_residual and self.pending is not None:
-                self.put_back(self.pending, -1.0)
+                self.put_back(self.pending, -1.0, is_held=False)
 
     def put_back_into(self, residuals: Sequence[Any]) -> None:
         """Add everything that may not be applied yet to copies of the residuals."""
@@ -473,7 +473,7 @@ class Replica(SharedCopy):
             return
         for update in unfinished:
             if final is None or update.step >= final:
-                self.put_back(update)
+                self.put_back(update, is_held=False)
 
     # ---- parts that come back ----------------------------------------------------------------------------------------
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -16,6 +15,7 @@ from ..arrays import Arrays, copies, scaled, writable_views
 from ..errors import NonFiniteUpdate, TooLarge, WouldBlock
 from .consistency import digest_of
 from .departure import Departure
+from .groups import Codec
 from .join import Join
 from .membership import Membership, Router, Updates
 from .notes import Notes
@@ -114,8 +114,7 @@ class Step:
             pending.add_wait(clock.now_s() - begin_s)
             result = None
         else:
-            again = partial(replica.encode, None, codec)
-            result = self._finish_or_repeat(pending, again, params, optimizer_state)
+            result = self._finish_or_repeat(pending, codec, params, optimizer_state)
         if has_moved and self._membership.weight != 1.0:
             # It tells apart what the next step will move, which is to be weighed.
             replica.make_residual(params)
@@ -200,10 +199,9 @@ class Step:
         if replica.local_steps:
             replica.absorb_local_changes(params, self._membership.weight)
         begin_s = clock.now_s()
-        flush = partial(replica.encode, None, None)
-        pending = flush()
+        pending = replica.encode(None, None)
         replica.hold(pending, params, begin_s, has_moved=False)
-        result = self._finish_or_repeat(pending, flush, params, optimizer_state)
+        result = self._finish_or_repeat(pending, None, params, optimizer_state)
         self._join.end()
         return result
 
@@ -221,11 +219,12 @@ class Step:
     def _finish_or_repeat(
         self,
         pending: StepUpdate,
-        encode_again: Callable[[], StepUpdate],
+        codec: Codec | None,
         params: Any,
         optimizer_state: NodeState,
     ) -> StepResult:
         """Finish the pending step, or a later one where the others have gone on without this node."""
+        replica = self._replica
         while True:
             try:
                 return self._finish(pending, params, has_moved=False)
@@ -233,8 +232,9 @@ class Step:
                 # The messages are back in the residual, for the step at which the others admit this node.
                 self._join.ensure_member(params, optimizer_state)
             begin_s = clock.now_s()
-            pending = encode_again()
-            self._replica.hold(pending, params, begin_s, has_moved=True)
+            update, before = replica.local_delta(params) if replica.is_difference else (None, None)
+            pending = replica.encode(update, codec, before)
+            replica.hold(pending, params, begin_s, has_moved=True)
 
     def _weighed(self, update: Any, weight: float) -> Any:
         if update is None:
