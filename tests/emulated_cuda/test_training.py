@@ -76,7 +76,7 @@ def train(
     if late:
         node.cluster.compute(node, 3.0)
     chosen = {"min_peers": 1, "digest_s": 0.01, **options}
-    keeps = chosen.pop("keeps_residual", True)
+    keeps, resyncs = chosen.pop("keeps_residual", True), chosen.pop("resyncs", False)
     enc = encoder(where, keeps_residual=keeps)
     share = gw.Exchange(enc, node, **chosen)
     params = placed(values(rank, 1000), where)
@@ -85,6 +85,9 @@ def train(
         if share.next_step >= STEPS:
             break
         update = placed(values(rank, step), where)
+        if resyncs and rank == 1 and step == 2:
+            share.resync(params)
+            assert enc.has_residual == keeps
         if moves:
             for one, added in zip(params, update, strict=True):
                 one += added
@@ -115,6 +118,7 @@ def train(
         {"apply_residual": True},
         {"apply_residual": True, "keeps_residual": False},
         {"apply_residual": True, "keeps_residual": False, "every": 2, "outer_momentum": 0.5},
+        {"apply_residual": True, "keeps_residual": False, "resyncs": True},
         {"apply_residual": True, "codec": "dense"},
         {"apply_residual": True, "every": 3},
         {"every": 2, "outer_momentum": 0.5},
@@ -131,7 +135,7 @@ def test_training_has_the_bits_of_training_in_host_memory(options: Any, moves: b
             workers = []
             for rank, where in enumerate(places, 1):
                 node = world.node(rank)
-                late = rank == 3 and "overlap" not in options
+                late = rank == 3 and not options.keys() & {"overlap", "resyncs"}
 
                 def work(
                     n: Any = node, r: int = rank, w: str = where, late: bool = late
