@@ -229,7 +229,8 @@ class Step:
             try:
                 return self._finish(pending, params, has_moved=False)
             except LeftBehind:
-                # The messages are back in the residual, for the step at which the others admit this node.
+                # The messages are back in the residual, or in the parameters that differ by it, for the step at which
+                # the others admit this node.
                 self._join.ensure_member(params, optimizer_state)
             begin_s = clock.now_s()
             update, before = replica.local_delta(params) if replica.is_difference else (None, None)
