@@ -26,18 +26,26 @@ void put_values(const ConstArray& values, DenseType dtype, uint8_t* out) {
 
 }  // namespace
 
-MessageBytes encode_dense(const std::vector<ConstArray>& values, DenseType dtype, uint32_t key, uint32_t step) {
+MessageBytes allocate_dense(uint64_t numel, DenseType dtype, uint32_t key, uint32_t step) {
     Header header;
     header.kind = Kind::kDense;
     header.dtype = dtype;
     header.key = key;
     header.step = step;
-    header.numel = header.count = total_numel(values);
-    header.payload_bytes = header.numel * bytes_per_value(dtype);
-    MessageBytes message = allocate_message(header);
+    header.numel = header.count = numel;
+    header.payload_bytes = numel * bytes_per_value(dtype);
+    return allocate_message(header);
+}
+
+void put_dense(const ConstArray& values, DenseType dtype, uint8_t* out) {
+    with_value_of(values.dtype, [&](auto zero) { put_values<decltype(zero)>(values, dtype, out); });
+}
+
+MessageBytes encode_dense(const std::vector<ConstArray>& values, DenseType dtype, uint32_t key, uint32_t step) {
+    MessageBytes message = allocate_dense(total_numel(values), dtype, key, step);
     uint8_t* payload = message.bytes.get() + kHeaderBytes;
     for (const ConstArray& array : values) {
-        with_value_of(array.dtype, [&](auto zero) { put_values<decltype(zero)>(array, dtype, payload); });
+        put_dense(array, dtype, payload);
         payload += array.numel * bytes_per_value(dtype);
     }
     seal_message(message);

@@ -77,6 +77,15 @@ class DifferenceCursor {
     uint64_t position_ = 0;
 };
 
+// Count the values that are not finite; `index` is that of the first value.
+template <class Value>
+void count_nonfinite(const Value* values, uint64_t count, uint64_t index, Extracted& extracted) {
+    bool all = true;
+    for (uint64_t i = 0; i < count; ++i) all &= is_finite(values[i]);
+    for (uint64_t i = 0; !all && i < count; ++i)
+        if (!is_finite(values[i]) && extracted.nonfinite++ == 0) extracted.first_nonfinite = index + i;
+}
+
 // Call f(list, word of its part, begin, end) for the runs of elements [begin, end) that belong to one part.
 template <class PartLists, class F>
 void for_runs(const Partition& partition, uint64_t begin, uint64_t end, PartLists& lists, F f) {
@@ -416,14 +425,49 @@ Encoded Encoder::encode(const Input& input, const EncodeOptions& options, const 
     return with_value_of(dtype_, [&](auto zero) { return encode_as<decltype(zero)>(input, options, partition); });
 }
 
+template <class Residual>
+Extracted Encoder::put_difference(const Input& input, DenseType dtype, const Partition& partition,
+                                  std::vector<MessageBytes>& messages) const {
+    std::vector<Extracted> threads(threads_);
+    for_words([&](unsigned i, uint64_t from_word, uint64_t to_word) {
+        Residual in_cache[kWordsInCache * 64];
+        DifferenceCursor difference(input);
+        const uint64_t last = std::min(to_word * 64, numel_);
+        for_runs(partition, from_word * 64, last, messages,
+                 [&](MessageBytes& message, uint64_t word, uint64_t begin, uint64_t end) {
+                     const uint64_t size = bytes_per_value(dtype);
+                     uint8_t* const out = message.bytes.get() + kHeaderBytes + word * 64 * size;
+                     for (uint64_t at = begin; at < end; at += kWordsInCache * 64) {
+                         const uint64_t count = std::min(end - at, kWordsInCache * 64);
+                         difference.read(at, count, in_cache);
+                         count_nonfinite(in_cache, count, at, threads[i]);
+                         put_dense({in_cache, count, dtype_}, dtype, out + (at - begin) * size);
+                     }
+                 });
+    });
+    Extracted all;
+    for (const Extracted& each : threads) {
+        all.nonfinite += each.nonfinite;
+        all.first_nonfinite = std::min(all.first_nonfinite, each.first_nonfinite);
+    }
+    return all;
+}
+
+Encoded Encoder::encode_dense_difference(const Input& input, DenseType dtype, const EncodeOptions& options,
+                                         const Partition& partition) const {
+    Encoded encoded;
+    for (uint64_t p = 0; p < partition.parts; ++p)
+        encoded.messages.push_back(allocate_dense(numel_of({partition, p}), dtype, options.key, options.step));
+    const Extracted extracted = with_value_of(
+        dtype_, [&](auto zero) { return put_difference<decltype(zero)>(input, dtype, partition, encoded.messages); });
+    if (extracted.nonfinite > 0) throw NonFiniteUpdate(extracted.nonfinite, extracted.first_nonfinite);
+    for (MessageBytes& message : encoded.messages) seal_message(message);
+    return encoded;
+}
+
 Encoded Encoder::encode_dense(const Input& input, DenseType dtype, const EncodeOptions& options,
                               const Partition& partition) {
-    if (!residual_) {
-        // Messages of all elements are as large.
-        const Memory<uint8_t> residual(static_cast<uint8_t*>(std::malloc(numel_ * bytes_per_element(dtype_) + 1)));
-        if (!residual) throw std::bad_alloc();
-        return Encoder(residual.get(), numel_, dtype_, threads_).encode_dense(input, dtype, options, partition);
-    }
+    if (!residual_) return encode_dense_difference(input, dtype, options, partition);
     // No finite value passes an infinite threshold, so pass 1 only accumulates and finds the non-finite values.
     const Partition one = undivided(numel_);
     const Extracted extracted = with_value_of(dtype_, [&](auto zero) {

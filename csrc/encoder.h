@@ -114,6 +114,13 @@ class Encoder {
     // no residual. Beyond the last element values are zero.
     template <class Residual, class F>
     void for_listed_words(const Input& input, const PartLists& lists, const Partition& partition, F f);
+    // Send a difference as dense messages, without memory of its own, and without skipping anything.
+    Encoded encode_dense_difference(const Input& input, DenseType dtype, const EncodeOptions& options,
+                                    const Partition& partition) const;
+    // Write a difference into the parts' messages; return how many values are not finite.
+    template <class Residual>
+    Extracted put_difference(const Input& input, DenseType dtype, const Partition& partition,
+                             std::vector<MessageBytes>& messages) const;
     // Return a lower bound of the bytes of all messages, from the coding of their chunks.
     static uint64_t least_bytes(const PartLists& lists, const Partition& partition);
     void write_messages(const PartLists& lists, const EncodeOptions& options, uint16_t threshold,

@@ -936,18 +936,30 @@ def test_a_copy_of_an_encoder_goes_on_where_the_original_was(policy: Any, how: s
 
 
 @pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("dense", [False, True, "bfloat16"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_a_difference_without_a_residual_is_that_of_one_with_a_residual(dtype: str) -> None:
+def test_a_difference_without_a_residual_is_that_of_one_with_a_residual(
+    dtype: str, dense: Any, parts: int, threads: int
+) -> None:
     rng = np.random.default_rng(5)
-    now, before = (rng.standard_normal(3_000).astype(dtype) for _ in range(2))
+    numel = 600_005
+    now, before = (rng.standard_normal(numel).astype(dtype) for _ in range(2))
     kept, bare = (
-        gw.Encoder(3_000, threshold=1.5, dtype=dtype, keeps_residual=keeps)
+        gw.Encoder(numel, threshold=1.5, dtype=dtype, keeps_residual=keeps, threads=threads)
         for keeps in (True, False)
     )
-    messages = [bytes(each.encode(now, before=before)) for each in (kept, bare)]
-    assert messages[0] == messages[1]
-    now[[700, 701]] = np.nan, np.inf
+
+    def encode(encoder: gw.Encoder) -> list[bytes]:
+        messages = encoder.encode(
+            [now[:70], now[70:]], before=[before[:70], before[70:]], dense=dense, parts=parts
+        )
+        return list(map(bytes, messages))
+
+    assert encode(kept) == encode(bare)
+    now[[700, 500_001]] = np.nan, np.inf
     for encoder in (kept, bare):
         with pytest.raises(gw.NonFiniteUpdate) as caught:
-            encoder.encode(now, before=before)
+            encode(encoder)
         assert (caught.value.count, caught.value.first_index) == (2, 700)

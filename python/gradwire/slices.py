@@ -49,7 +49,7 @@ class Outgoing:
 
     Args:
         tag: of the message.
-        payload: its bytes, which must not change.
+        payload: its bytes, which must not change, or a list of pieces that follow one another.
         receiver: a node, or None for all.
 
     Attributes:
@@ -62,6 +62,22 @@ class Outgoing:
         self.payload = payload
         self.receiver = receiver
         self.sent_bytes = 0
+        pieces = payload if isinstance(payload, list) else [payload]
+        self._pieces = [memoryview(piece).cast("B") for piece in pieces]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the message."""
+        return sum([piece.nbytes for piece in self._pieces])
+
+    def cut(self, begin: int, end: int) -> list[memoryview]:
+        """Return the bytes from ``begin`` to ``end``, of each piece that has some of them."""
+        parts = []
+        for piece in self._pieces:
+            parts.append(piece[max(begin, 0) : max(end, 0)])
+            begin -= piece.nbytes
+            end -= piece.nbytes
+        return [part for part in parts if part]
 
 
 class Slicer:
@@ -103,16 +119,16 @@ class Slicer:
         receiver = outgoing.receiver
         peer = None if receiver is None else self._peer_of(receiver)
         publish = partial(self._node.publish, to=peer)
-        payload = memoryview(outgoing.payload)
-        size = payload.nbytes
+        size = outgoing.nbytes
         most_bytes = self._most_bytes(outgoing)
         if not outgoing.sent_bytes and size <= most_bytes:
-            return publish(outgoing.payload, tag=outgoing.tag)
+            pieces = outgoing.cut(0, size)
+            return publish(pieces[0] if len(pieces) == 1 else b"".join(pieces), tag=outgoing.tag)
         while True:
             begin = outgoing.sent_bytes
             end = min(begin + most_bytes - _HEADER.size, size)
             header = _HEADER.pack(outgoing.tag, size, begin)
-            ticket = publish(b"".join((header, payload[begin:end])), tag=self._tag)
+            ticket = publish(b"".join((header, *outgoing.cut(begin, end))), tag=self._tag)
             outgoing.sent_bytes = end
             self.slices += 1
             if end == size:

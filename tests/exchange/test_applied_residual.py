@@ -283,6 +283,35 @@ def test_a_node_that_joins_again_needs_no_memory_for_the_residual() -> None:
     assert max(peaks) < 9 * numel
 
 
+@pytest.mark.parametrize("again", ["leaves", "joins again"])
+def test_values_that_are_not_finite_are_refused_by_a_node_that(again: str) -> None:
+    def work(node: FakeNode, rank: int) -> list[float]:
+        enc, params = encoder(keeps=False), np.zeros(NUMEL, np.float32)
+        share = gw.Exchange(enc, node, reduction="sum", min_peers=0, apply_residual=True, every=2)
+        share.join(params)
+        for step in range(20):
+            node.cluster.compute(node, 0.1)
+            params += THRESHOLD / 8
+            share.step_moved(params)
+            if rank and step == 2:
+                params[5] = np.nan
+                if again == "joins again":
+                    share.resync(params)
+                with pytest.raises(gw.NonFiniteUpdate, match="^1 elements"):
+                    if again == "leaves":
+                        share.leave(params)
+                    else:
+                        while True:
+                            share.step_moved(params)
+                params[5] = params[6]
+            if rank and step == 12:
+                share.leave(params)
+                break
+        return [float(value) for value in (params - params[0])]
+
+    assert not any(any(values) for values in run_cluster(work, count=2, seed=0))
+
+
 @kept_or_not
 def test_a_checkpoint_of_another_world_size_acts_in_the_parameters(keeps: bool) -> None:
     def work(node: FakeNode, rank: int) -> Any:

@@ -342,7 +342,7 @@ def not_finite(_: bytes) -> list[bytes]:
 
 def of_the_other_way(payload: bytes) -> list[bytes]:
     if payload[:4] == MESSAGE_MAGIC:
-        return [PartUpdate([], NodeRun(3, 1), 0, 1, 0).pack() + payload]
+        return [b"".join(PartUpdate([], NodeRun(3, 1), 0, 1, 0).pieces()) + payload]
     return [bytes(gw.Encoder(NUMEL, THRESHOLD).encode(np.ones(NUMEL, np.float32)))]
 
 
@@ -454,7 +454,7 @@ def test_a_part_for_another_number_of_owners_ends_nobody(caplog: pytest.LogCaptu
         ]
         for step in range(5, 8):
             part = PartUpdate(messages, run_of(node.peer), step, 2, 0)
-            node.publish(part.pack(), tag=tag_of(Kind.PART, step), to=owner.node.peer)
+            node.publish(b"".join(part.pieces()), tag=tag_of(Kind.PART, step), to=owner.node.peer)
         world.run()
     assert_identical(trainers)
     assert "node with id 20 sent part 0 of 2, this node owns part 0 of 3" in caplog.text
@@ -474,7 +474,9 @@ def test_parts_for_later_steps_are_bounded(caplog: pytest.LogCaptureFixture) -> 
         ]
         for step in range(1_000, 1_100):
             part = PartUpdate(messages, run_of(sender.node.peer), step, 3, 0)
-            sender.node.publish(part.pack(), tag=tag_of(Kind.PART, step), to=owner.node.peer)
+            sender.node.publish(
+                b"".join(part.pieces()), tag=tag_of(Kind.PART, step), to=owner.node.peer
+            )
         run_without(sender, world, [owner, trainers[2]])
     assert_identical([owner, trainers[2]])
     assert "parts wait for results of later steps" in caplog.text

@@ -299,7 +299,9 @@ def test_a_node_that_leaves_takes_nothing_with_it(seed: int, how: Any) -> None:
         trainers = [Trainer(world, node_id, 15, min_peers=2, **how) for node_id in (10, 20, 30)]
         trainers[1].leaves_after = 6
         world.run()
-    assert not trainers[1].encoder.residual.any()
+    left = trainers[1]
+    np.testing.assert_array_equal(left.params, left.share.shared(left.params)[0])
+    assert not (left.keeps_residual and left.encoder.residual.any())
     assert_identical(trainers)
     assert_nothing_lost(trainers)
     assert [gone.id for result in trainers[0].results for gone in result.lost] == [20]

@@ -63,7 +63,9 @@ def lie_in(trainer: Trainer, steps: range, lie: Any) -> None:
             )
             for group, part in trainer.replica._division.part(parts, place)
         ]
-        return publish(PartUpdate(messages, run, tag, parts, place).pack(), tag=tag, to=to)
+        return publish(
+            b"".join(PartUpdate(messages, run, tag, parts, place).pieces()), tag=tag, to=to
+        )
 
     trainer.node.publish = publish_lie  # type: ignore[method-assign]
 

@@ -38,22 +38,34 @@ optimizer.step()
 before = peak_bytes()
 with gw.Node("127.0.0.1:0", secret=bytes(range(32))) as node:
     shared = gradwire.torch.share(
-        model, optimizer, node=node, min_peers=0, overlap=int(sys.argv[2])
+        model, optimizer, node=node, min_peers=0, overlap=int(sys.argv[2]), density=eval(sys.argv[3])
     )
     for _ in range(3):
         shared.step()
     print((peak_bytes() - before) / 20e6)
     shared.leave()
+    print((peak_bytes() - before) / 20e6)
 """
 
 
 @pytest.mark.parametrize(
-    ("dtype", "overlap", "most"), [("float32", 0, 4), ("float32", 1, 4), ("bfloat16", 0, 8)]
+    ("dtype", "overlap", "density", "most", "to_leave"),
+    [
+        ("float32", 0, 0.01, 4, 4),
+        ("float32", 1, 0.01, 4, 4),
+        ("float32", 0, {"1*": 0.02, "*": 0.01}, 4, 4),
+        ("bfloat16", 0, 0.01, 8, 6),
+    ],
 )
-def test_a_step_takes_what_the_page_on_costs_says(dtype: str, overlap: int, most: int) -> None:
-    command = [sys.executable, "-c", TRAIN, dtype, str(overlap)]
+def test_a_step_and_leaving_take_what_the_page_on_costs_says(
+    dtype: str, overlap: int, density: Any, most: int, to_leave: int
+) -> None:
+    command = [sys.executable, "-c", TRAIN, dtype, str(overlap), repr(density)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
-    assert float(done.stdout) <= most + REST
+    in_steps, in_all = map(float, done.stdout.split())
+    assert in_steps <= most + REST
+    # The last update; then this node's own parameters, of which one array at a time is copied once more.
+    assert in_all <= most + to_leave + REST + 2 * 4 / 20
 
 
 SHARE = """

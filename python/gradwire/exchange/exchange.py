@@ -302,6 +302,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
         self._finish_earlier(params)
         result = self._step.leave(params, self._optimizer_state)
         self._count(result)
+        self._replica.remember(params)
         return result
 
     @_by_one_thread

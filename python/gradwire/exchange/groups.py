@@ -313,7 +313,7 @@ class Groups:
 
         Args:
             update: one array or several, not modified; None: the residuals hold the update already.
-            codec: ternary or dense messages; None: everything that is left in the residuals, as dense messages.
+            codec: ternary or dense messages; None: everything that is left, as dense messages.
             before: as for ``Encoder.encode``, arrays like the update.
             partitions: one for each group; every group then has a list of messages, one for each part.
 
@@ -325,9 +325,7 @@ class Groups:
             group = self.groups[index]
             encoder: Any = group.encoder
             parts = None if partitions is None else partitions[index]
-            if codec is None:
-                return encoder.flush(parts=parts)
-            dense = _DENSE["dense" if group.is_dense and codec == "threshold" else codec]
+            dense = True if codec is None else _DENSE[codec] or group.is_dense
             arrays = None if update is None else self.select(update, index)
             limit = None if dense or parts is None else nodes_budget(encoder.policy, parts.sizes)
             options: dict[str, Any] = {"dense": dense, "parts": parts}

@@ -220,6 +220,7 @@ class Join:
         self._donor.stop()
         if self._replica.pending is None:
             self._router.announce(Phase.LEAVING)
+            self._replica.sent.clear()
         deliver(self._router, self._introductions, self.poll, self._options)
 
     # ---- newcomers ---------------------------------------------------------------------------------------------------

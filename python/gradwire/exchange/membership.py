@@ -11,7 +11,7 @@ import secrets
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import MessageError, Mismatch, WouldBlock
 from ..message import Message
@@ -718,7 +718,7 @@ class Router:
         self._membership.enter(phase)
         self.introduce()
 
-    def publish_update(self, step: int, payload: Message | bytes) -> Ticket | None:
+    def publish_update(self, step: int, payload: list[Any]) -> Ticket | None:
         """Send this node's update, after what is queued; return None without space, for another try.
 
         Raises:
@@ -728,15 +728,17 @@ class Router:
         if self._unsent and not self.flush():
             return None
         try:
-            nbytes = len(payload) if isinstance(payload, bytes) else payload.nbytes
-            if nbytes <= self._slice_bytes:
-                return self.node.publish(payload, tag=step)
+            if sum([memoryview(piece).nbytes for piece in payload]) <= self._slice_bytes:
+                whole = payload[0] if len(payload) == 1 else b"".join(payload)
+                return self.node.publish(whole, tag=step)
             # A step may be encoded again, after this node has joined again: slices of the earlier update are of no use.
             if self._update is None or self._update.payload is not payload:
                 self._update = Outgoing(step, payload)
-            return self._slicer.send(self._update)
+            ticket = self._slicer.send(self._update)
         except WouldBlock:
             return None
+        self._update = None
+        return ticket
 
     def drain_ignored(self) -> int:
         """Return the number of updates of nodes that are no members since the last call."""

@@ -323,7 +323,7 @@ class Sharding:
         # The largest first: if the transport refuses it, no other part was sent.
         for owner, part in sorted(sharded.parts.items(), key=lambda item: -item[1].nbytes):
             if owner != self._run:
-                sharded.unsent.append(Outgoing(tag_of(Kind.PART, step), part.pack(), owner))
+                sharded.unsent.append(Outgoing(tag_of(Kind.PART, step), part.pieces(), owner))
         return sharded
 
     def withdraw(self, sharded: ShardedUpdate) -> None:

@@ -151,12 +151,13 @@ class PartUpdate(list[Message]):
         """Size of the messages."""
         return sum(message.nbytes for message in self)
 
-    def pack(self) -> bytes:
-        """Return the bytes to send."""
+    def pieces(self) -> list[Any]:
+        """Return the bytes to send: what goes before the messages, and these."""
         # The senders are named only where a part is missing, so the header of a usual step has eight bytes.
         header = _PART_HEADER.pack(self.parts, self.place, len(self.missing), self.is_last)
         senders = [_PART_SENDER.pack(*run) for run in sorted(self.missing)]
-        return b"".join([header, *senders, *map(bytes, self)])
+        on_host = (each if isinstance(each, Message) else bytes(each) for each in self)
+        return [b"".join([header, *senders]), *on_host]
 
     @staticmethod
     def parse(sender: NodeRun, step: int, payload: memoryview) -> PartUpdate:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -39,7 +39,7 @@ class StepUpdate:
     Attributes:
         step: number of the step.
         messages: for everybody: the update, or in the sharded exchange this node's result as an owner.
-        payload: these messages, as they are sent; empty while parts are missing for the result.
+        payload: what is sent of them, in pieces; empty while parts are missing for the result, and after the step.
         sharded: this node's parts; None in the mesh.
         ticket: follows the payload to the peers; None until the transport has taken the payload.
         encode_s: time to encode the update.
@@ -48,7 +48,7 @@ class StepUpdate:
 
     step: int
     messages: list[Message]
-    payload: Message | bytes = b""
+    payload: list[Any] = field(default_factory=list)
     sharded: ShardedUpdate | None = None
     ticket: Ticket | None = None
     encode_s: float = 0.0
@@ -68,12 +68,12 @@ class StepUpdate:
     def set_result(self, result: PartUpdate) -> None:
         """Set what goes to everybody in the sharded exchange."""
         self.messages = result
-        self.payload = result.pack()
+        self.payload = result.pieces()
 
     def withdraw_result(self) -> None:
         """Return to the time before the result was encoded."""
         self.messages = []
-        self.payload = b""
+        self.payload = []
 
     def set_ticket(self, ticket: Ticket | None) -> None:
         """Set the transport's ticket; None: the transport has not taken the payload."""
@@ -187,8 +187,7 @@ class Replica(SharedCopy):
             sharded = self.sharding.encode(self.step, update, codec, before)
             return StepUpdate(self.step, [], sharded=sharded)
         messages = self.groups.encode(update, codec, before)
-        payload = messages[0] if len(messages) == 1 else b"".join(map(bytes, messages))
-        return StepUpdate(self.step, messages, payload)
+        return StepUpdate(self.step, messages, list(map(host_message, messages)))
 
     def hold(
         self,
@@ -435,6 +434,7 @@ class Replica(SharedCopy):
         """Keep a finished update a little longer, in host memory, and advance to the next step."""
         # Kept for members that may miss it. Memory of a device is too precious for that.
         update.messages[:] = map(host_message, update.messages)
+        update.payload = []
         self.pending = None
         self.sent.append(update)
         if self.sharding is not None:

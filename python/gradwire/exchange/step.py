@@ -194,13 +194,12 @@ class Step:
         """Send everything that is left as the last update, and say so."""
         replica = self._replica
         self._wait_for_room(params, optimizer_state)
-        # What the last local steps have moved is part of the last update.
-        replica.make_residual(params)
-        if replica.local_steps:
-            replica.absorb_local_changes(params, self._membership.weight)
-        begin_s = clock.now_s()
-        pending = replica.encode(None, None)
-        replica.hold(pending, params, begin_s, has_moved=False)
+        # What the last local steps have moved is part of the last update. A difference has it, and needs no memory.
+        if not replica.is_difference:
+            replica.make_residual(params)
+            if replica.local_steps:
+                replica.absorb_local_changes(params, self._membership.weight)
+        pending = self._encode_rest(None, params)
         result = self._finish_or_repeat(pending, None, params, optimizer_state)
         self._join.end()
         return result
@@ -217,14 +216,9 @@ class Step:
             return None
 
     def _finish_or_repeat(
-        self,
-        pending: StepUpdate,
-        codec: Codec | None,
-        params: Any,
-        optimizer_state: NodeState,
+        self, pending: StepUpdate, codec: Codec | None, params: Any, optimizer_state: NodeState
     ) -> StepResult:
         """Finish the pending step, or a later one where the others have gone on without this node."""
-        replica = self._replica
         while True:
             try:
                 return self._finish(pending, params, has_moved=False)
@@ -232,10 +226,16 @@ class Step:
                 # The messages are back in the residual, or in the parameters that differ by it, for the step at which
                 # the others admit this node.
                 self._join.ensure_member(params, optimizer_state)
-            begin_s = clock.now_s()
-            update, before = replica.local_delta(params) if replica.is_difference else (None, None)
-            pending = replica.encode(update, codec, before)
-            replica.hold(pending, params, begin_s, has_moved=True)
+            pending = self._encode_rest(codec, params)
+
+    def _encode_rest(self, codec: Codec | None, params: Any) -> StepUpdate:
+        """Encode what the residual has, or what the parameters differ by, as a new update; the codec is `encode`'s."""
+        replica = self._replica
+        begin_s = clock.now_s()
+        update, before = replica.local_delta(params) if replica.is_difference else (None, None)
+        pending = replica.encode(update, codec, before)
+        replica.hold(pending, params, begin_s, has_moved=replica.is_difference)
+        return pending
 
     def _weighed(self, update: Any, weight: float) -> Any:
         if update is None:

@@ -328,9 +328,7 @@ class SharedOptimizer(torch.optim.Optimizer):
             # Other weights that were copied into the model stay. Within ``shared_parameters``, too, a checkpoint has
             # this node's own parameters.
             if all(self._are_as_left(writable_views(self._memory[0]))):
-                values = self._values()
-                self._set_values((self._shared_arrays(), []))
-                self._set_aside = values
+                self._set_aside = self._swap_shared()
         if self._training is not None:
             self._training.close(has_failed=has_failed)
 
@@ -438,11 +436,9 @@ class SharedOptimizer(torch.optim.Optimizer):
             return
         if self._set_aside is not None:
             raise RuntimeError("shared_parameters() inside shared_parameters()")
-        values = self._values()
         is_as_left = self._has_joined and self._marks.hold(self._tensors())
-        self._set_aside = values
+        self._set_aside = values = self._swap_shared()
         try:
-            self._set_values((self._shared_arrays(), []))
             yield
         finally:
             self._set_aside = None
@@ -842,12 +838,28 @@ class SharedOptimizer(torch.optim.Optimizer):
 
     def _values(self) -> Values:
         """Return copies of the codec's memory, and of parameters in half precision: local steps move only those."""
+        rounded = self._fetch_rounded()
+        return self._complete(copies(writable_views(self._memory[0]))), rounded
+
+    def _fetch_rounded(self) -> list[torch.Tensor]:
+        """Bring the codec's memory up to date; return copies of parameters in half precision."""
         for staging in self._params:
             if not (self._has_joined and staging.is_rounded):
                 staging.fetch()
         halves = [staging.tensor for staging in self._params if staging.is_rounded]
-        rounded = [tensor.cpu().clone() for tensor in halves]
-        return self._complete(copies(writable_views(self._memory[0]))), rounded
+        return [tensor.cpu().clone() for tensor in halves]
+
+    def _swap_shared(self) -> Values:
+        """Put the shared parameters into the model, and return what ``_values`` had returned before."""
+        rounded = self._fetch_rounded()
+        arrays = self._shared_arrays()
+        # One after the other: another copy of all of them might be too much.
+        for staging, array in zip(self._params, arrays, strict=True):
+            [own] = copies(writable_views([staging.memory]))
+            staging.complete(torch.from_numpy(own))
+            staging.assign(torch.from_numpy(array))
+            array[...] = own
+        return arrays, rounded
 
     def _set_values(self, values: Values) -> None:
         """Go on with what ``_values`` returned; nothing without values."""
