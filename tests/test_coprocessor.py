@@ -836,7 +836,19 @@ def dense(value: float) -> bytes:
         ),
         [hello(run) for run in range(1, 2_000)],
     ],
-    ids=str,
+    ids=[
+        "a short introduction",
+        "a large number",
+        "small slices",
+        "a short slice",
+        "slices of 99 kinds",
+        "a slice of too much",
+        "kinds that only a host sends",
+        "bytes that are no message",
+        "NaN",
+        "infinity",
+        "many runs",
+    ],
 )
 def test_a_worker_with_a_mistake_ends_nothing(
     cluster: Cluster, tmp_path: Path, messages: list[tuple[int, bytes]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -45,6 +46,19 @@ def test_a_small_message_goes_as_it_is(nbytes: int) -> None:
     wire = Wire()
     slicer(wire).send(Outgoing(5, message(nbytes)))
     assert wire.sent == [(5, memoryview(message(nbytes)))]
+
+
+@pytest.mark.parametrize("cuts", [[0], [7, 100], [0, 0, 60, 153, 600]], ids=str)
+@pytest.mark.parametrize("nbytes", [100, 101, 153, 700])
+def test_a_message_in_pieces_arrives_whole(nbytes: int, cuts: list[int]) -> None:
+    whole, wire, assembler = message(nbytes), Wire(), Assembler(nbytes)
+    places = sorted(min(cut, nbytes) for cut in (0, *cuts, nbytes))
+    pieces = [whole[begin:end] for begin, end in pairwise(places)]
+    slicer(wire).send(Outgoing(5, pieces))
+    if nbytes <= 100:
+        assert wire.sent == [(5, memoryview(whole))]
+    else:
+        assert [assembler.add("node", 0, payload) for _, payload in wire.sent][-1] == whole
 
 
 @pytest.mark.parametrize("nbytes", [101, 152, 153, 10_000])
