@@ -75,6 +75,12 @@ class StepUpdate:
         self.messages = []
         self.payload = []
 
+    def move_to_host(self) -> None:
+        """Keep the messages for members that may miss them, and nothing else: memory of a device is too precious."""
+        if self.sharded is None:  # an owner's are in host memory
+            self.messages[:] = self.payload
+        self.payload = []
+
     def set_ticket(self, ticket: Ticket | None) -> None:
         """Set the transport's ticket; None: the transport has not taken the payload."""
         self.ticket = ticket
@@ -432,9 +438,7 @@ class Replica(SharedCopy):
 
     def finish_step(self, update: StepUpdate, params: Any) -> None:
         """Keep a finished update a little longer, in host memory, and advance to the next step."""
-        # Kept for members that may miss it. Memory of a device is too precious for that.
-        update.messages[:] = map(host_message, update.messages)
-        update.payload = []
+        update.move_to_host()
         self.pending = None
         self.sent.append(update)
         if self.sharding is not None:
