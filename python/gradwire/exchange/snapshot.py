@@ -273,7 +273,8 @@ class Snapshot:
         """Return the header, and copies of the arrays' bytes in some ranges, in parts of bounded size."""
         parts = [memoryview(self.header(ranges, goes_on=goes_on))]
         for data in _memory_of(self.arrays, ranges):
-            copied = memoryview(bytes(data))
+            # NumPy asks the system for large pages: the members' next step waits for this copy.
+            copied = np.array(data).data
             starts = range(0, len(copied), _PART_BYTES)
             parts += [copied[start : start + _PART_BYTES] for start in starts]
         return parts
