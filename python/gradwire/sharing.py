@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
@@ -408,21 +409,27 @@ def _groups_for(
     processors: int,
     keeps_residual: bool,
     schedules: Mapping[str, Any],
+    optimizer_groups: Sequence[int],
 ) -> Groups:
     """Return one group of all tensors with the same density, which is the default where none is given.
 
-    All of them share a threshold and a message: a group for every tensor costs small models several times the bytes.
+    All of them share a threshold and a message: a threshold for every tensor sends what moves little as often as what
+    moves much. But not those of several groups of an optimiser: at a hundred times the learning rate of the others, a
+    few parameters would be sent in steps of the others' size, and stay behind for hundreds of them.
     Frozen parameters have a group of their own: the densities are those of the model without them.
     """
     patterns = density if isinstance(density, Mapping) else {}
     rest = None if isinstance(density, Mapping) else density
-    by_density: dict[tuple[bool, float | str | None], list[int]] = {}
+    by_density: dict[tuple[bool, float | str | None, int], list[int]] = {}
+    numel_of_value: Counter[float | str | None] = Counter()
     used = set()
     for index, (name, array) in enumerate(named):
         pattern = next(filter(functools.partial(fnmatchcase, name), patterns), None)
         used.add(pattern)
         value: float | str | None = rest if pattern is None else patterns[pattern]
-        by_density.setdefault((_is_frozen(array), value), []).append(index)
+        key = _is_frozen(array), value, optimizer_groups[index]
+        by_density.setdefault(key, []).append(index)
+        numel_of_value[value] += math.prod(array.shape)
     # A pattern without a parameter is a typing error, which would train with another density than intended.
     unused = [pattern for pattern in patterns if pattern not in used]
     if unused:
@@ -439,18 +446,18 @@ def _groups_for(
         for is_frozen in (False, True)
     }
     groups = []
-    for key, ((is_frozen, value), indices) in enumerate(by_density.items()):
+    for number, ((is_frozen, value, _), indices) in enumerate(by_density.items()):
         numel = sum(math.prod(named[index][1].shape) for index in indices)
         policy = default_policy(numel_of[is_frozen], is_adaptive=is_adaptive, every=every)
         if value not in (None, "dense"):
-            policy = _policy(value, numel)
+            policy = _policy(value, numel_of_value[value])
         threads = max(1, min(processors, numel // _THREAD_NUMEL))
         encoder = Encoder(
             numel,
             policy,
             dtype=dtype,
             device=device,
-            key=key,
+            key=number,
             threads=threads,
             keeps_residual=keeps_residual,
             **schedules,
@@ -538,13 +545,19 @@ class TrainingMaker:
         self._finished: list[Any] = []  # the nodes that began the earlier trainings of this process
         self._teams = 0
 
-    def make(self, named: Sequence[tuple[str, Any]]) -> Training:
-        """Begin a training of the parameters, which are given with their names, in order.
+    def make(
+        self, named: Sequence[tuple[str, Any]], optimizer_groups: Sequence[int] | None = None
+    ) -> Training:
+        """Begin a training of the parameters.
+
+        Args:
+            named: the parameters with their names, in order.
+            optimizer_groups: for every parameter the number of its group in the optimiser; None: there is one.
 
         Raises:
             RuntimeError: this process takes part in a training of this run already.
         """
-        groups = self._groups(named)
+        groups = self._groups(named, optimizer_groups)
         if self._run is not None:
             self._finished = Training.begin(self._run)
         team = self._team() if self._is_team else None
@@ -562,10 +575,13 @@ class TrainingMaker:
         return Training(self._run, exchange, node)
 
     def extend(
-        self, training: Training, named: Sequence[tuple[str, Any]]
+        self,
+        training: Training,
+        named: Sequence[tuple[str, Any]],
+        optimizer_groups: Sequence[int] | None = None,
     ) -> Exchange | LocalExchange:
-        """Give a training that this object has made an exchange of more parameters; return it."""
-        groups = self._groups(named)
+        """Give a training that this object has made an exchange of more parameters, as in `make`; return it."""
+        groups = self._groups(named, optimizer_groups)
         team = None
         if isinstance(training.exchange, LocalExchange):
             # The memory of a team that has begun has the size of the earlier parameters.
@@ -574,7 +590,9 @@ class TrainingMaker:
         training.exchange = self._exchange(named, groups, team)
         return training.exchange
 
-    def _groups(self, named: Sequence[tuple[str, Any]]) -> Groups:
+    def _groups(
+        self, named: Sequence[tuple[str, Any]], optimizer_groups: Sequence[int] | None
+    ) -> Groups:
         number = -1 if self._is_team else device_of([array for _, array in named])
         return _groups_for(
             named,
@@ -586,6 +604,7 @@ class TrainingMaker:
             processors=_processors() // (1 if self._is_team else self._place.local_size),
             keeps_residual=self._keeps_residual,
             schedules=self._schedules,
+            optimizer_groups=optimizer_groups or [0] * len(named),
         )
 
     def _team(self) -> LocalTeam:

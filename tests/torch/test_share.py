@@ -416,6 +416,54 @@ def test_tensors_that_do_not_change_are_named_once(caplog: pytest.LogCaptureFixt
     assert "trained" not in warnings[0].partition("changed in")[2].partition(":")[0]
 
 
+class Pretrained(torch.nn.Module):
+    """A large backbone and a head: every gradient is nearly constant, so an adaptive optimiser moves by its rate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = torch.nn.Parameter(torch.zeros(100_000))
+        self.head = torch.nn.Parameter(torch.zeros(200))
+
+    def train_once(self, optimizer: Any, generator: torch.Generator) -> None:
+        for param in self.parameters():
+            param.grad = 1.0 + 0.3 * torch.randn(param.shape, generator=generator)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("density", [None, 0.05, {"back*": 0.05}], ids=str)
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+def test_a_small_group_with_a_high_learning_rate_is_sent_in_steps_of_its_own_size(
+    name: str, density: Any
+) -> None:
+    net, generator = Pretrained(), torch.Generator().manual_seed(0)
+    rates = [
+        {"params": [net.backbone], "lr": 1e-5},
+        {"params": [net.head], "lr": 1e-3},
+    ]
+    inner = OPTIMIZERS[name](rates)
+    optimizer = gradwire.torch.share(net, inner, density=density)
+    for _ in range(100):
+        net.train_once(optimizer, generator)
+    means = {name: float(param.detach().mean()) for name, param in net.named_parameters()}
+    with optimizer.shared_parameters():
+        shared = {name: float(param.detach().mean()) for name, param in net.named_parameters()}
+    # With one threshold for both, 0.2 to 0.35 of the head's way would have been sent.
+    assert all(0.6 < shared[name] / means[name] < 1.1 for name in means), (shared, means)
+
+
+def test_every_group_of_an_optimiser_has_a_threshold_of_its_own() -> None:
+    net = model()
+    groups = [{"params": [param]} for param in net.parameters()]
+    assert len(gradwire.torch.share(net, torch.optim.AdamW(groups)).exchange._groups) == 4
+    # The density is that of all parameters, also where a group asks for less than one element.
+    net = Pretrained()
+    parts = [{"params": [net.backbone]}, {"params": [net.head]}]
+    shared = gradwire.torch.share(net, torch.optim.SGD(parts, lr=0.1), density=0.001)
+    assert [encoder.policy.density for encoder in shared.exchange._groups.encoders] == [0.001] * 2
+    with pytest.raises(ValueError, match="less than one element"):
+        gradwire.torch.share(net, torch.optim.SGD(parts, lr=0.1), density={"head": 0.001})
+
+
 @pytest.mark.parametrize(
     ("name", "inputs", "default"),
     [("SGD", 2_000, 0.01), ("AdamW", 2_000, 0.05), ("SGD", 500, 0.02), ("AdamW", 500, 0.08)],

@@ -8,13 +8,13 @@ import logging
 import types
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-__all__ = ["Judgement", "is_adaptive", "judge", "parameters_of"]
+__all__ = ["Judgement", "group_numbers", "is_adaptive", "judge", "parameters_of"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -123,6 +123,16 @@ def is_adaptive(optimizer: torch.optim.Optimizer) -> bool:
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the parameters of all groups, in order."""
     return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def group_numbers(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]) -> list[int]:
+    """Return the number of the group in which an optimiser has each of these parameters."""
+    numbers = {
+        param: number
+        for number, group in enumerate(optimizer.param_groups)
+        for param in group["params"]
+    }
+    return [numbers[param] for param in params]
 
 
 def _describe(judgement: Judgement) -> str:

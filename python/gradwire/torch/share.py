@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ..sharing import TrainingMaker
-from .judge import judge, parameters_of
+from .judge import group_numbers, judge, parameters_of
 from .model_state import ModelState
 from .optimizer import SharedOptimizer
 
@@ -125,10 +125,10 @@ def share(
         **options,
     )
     tensors = _Untrained(inner, params)
-    training = maker.make(named)
+    training = maker.make(named, group_numbers(optimizer, params))
 
     def extend(more: Sequence[torch.Tensor]) -> AnyExchange:
-        return maker.extend(training, _named(inner, more))
+        return maker.extend(training, _named(inner, more), group_numbers(optimizer, more))
 
     try:
         shared = SharedOptimizer(
