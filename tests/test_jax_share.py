@@ -56,6 +56,28 @@ def test_nodes_learn_together_with_optax(make: Any) -> None:
         np.testing.assert_allclose(mine, theirs, atol=0.1)  # but for both residuals
 
 
+def test_a_fast_head_does_not_stay_behind_where_its_path_has_a_density() -> None:
+    rates = {"slow": optax.adam(1e-5), "fast": optax.adam(1e-3)}
+    params: Any = {
+        "backbone": [jax.numpy.zeros(100_000), jax.numpy.zeros(1)],
+        "head": {"kernel": jax.numpy.zeros(200)},
+    }
+    labels = {"backbone": ["slow", "slow"], "head": {"kernel": "fast"}}
+    inner = optax.multi_transform(rates, labels)
+    with gradwire.jax.share(inner, density={"head/kernel": 0.05, "backbone/1": "dense"}) as shared:
+        state = shared.init(params)
+        rng = np.random.default_rng(0)
+        for _ in range(100):
+            gradients = jax.tree.map(lambda p: 1.0 + 0.3 * rng.standard_normal(p.shape), params)
+            updates, state = shared.update(gradients, state, params)
+            params = optax.apply_updates(params, updates)
+        # The model has this node's residual, so this is what was sent of what it has moved by.
+        sent = shared.shared()["head"]["kernel"].mean() / params["head"]["kernel"].mean()
+    assert 0.6 < sent < 1.1
+    with pytest.raises(ValueError, match="names are backbone/0, backbone/1, head/kernel"):
+        gradwire.jax.share(inner, density={"kernel": 0.05}).init(params)
+
+
 @pytest.mark.parametrize(("make", "default"), [(optax.adamw, 0.05), (optax.sgd, 0.01)])
 def test_adaptive_optimizers_have_a_higher_default_density(
     make: Any, default: float, monkeypatch: pytest.MonkeyPatch

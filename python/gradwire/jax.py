@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from .exchange import ExchangeOptions, StepResult
-    from .sharing import ResidualClip, ShakeUp
+    from .sharing import Density, ResidualClip, ShakeUp
 
 __all__ = ["ShareState", "share"]
 
@@ -46,7 +46,7 @@ def share(
     optimizer: Any,
     *,
     node: Node | None = None,
-    density: float | None = None,
+    density: Density | None = None,
     update_scale: float | Literal["auto"] = "auto",
     shakeup: ShakeUp | None = None,
     clip: ResidualClip | None = None,
@@ -64,7 +64,9 @@ def share(
     Args:
         optimizer: an optax ``GradientTransformation``.
         node: a node to use, which the caller closes; None: one from the environment, closed with the transformation.
-        density: share of the elements that a step sends; None: as in `gradwire.torch.share`.
+        density: share of the elements that a step sends; None: as in `gradwire.torch.share`. Or by pattern of the
+            parameters' paths, such as ``{"head/*": 0.05}``: parameters with a learning rate far above the others', as
+            ``optax.multi_transform`` gives, need a density, and with it a threshold, of their own.
         update_scale: factor of every update; "auto": measured, as `SharedOptimizer` says, where ``optimizer`` keeps a
             mean of squares, as Adam does, otherwise 1.0. Weight decay beside the gradient, as AdamW's, has no factor.
         shakeup: periodic messages with a smaller threshold, see `ShakeUp`; None: without.
@@ -183,7 +185,8 @@ class _SharedUpdates:
         import jax
 
         self.close()
-        leaves, self._tree = jax.tree.flatten(params)
+        paths, self._tree = jax.tree_util.tree_flatten_with_path(params)
+        leaves = [leaf for _, leaf in paths]
         self._leaves = [np.array(leaf) for leaf in leaves]
         inner = self._optimizer.init(params)
         self._is_adaptive = _has_any(_SQUARES, inner)
@@ -191,7 +194,8 @@ class _SharedUpdates:
         has_factor = self._is_adaptive if self._scale == "auto" else self._scale != 1.0
         decay = _Decay(self._optimizer, params) if has_factor else None
         self._decay = decay if decay is not None and decay.is_apart() else None
-        named = [(str(index), leaf) for index, leaf in enumerate(self._leaves)]
+        names = ["/".join(map(_key_of, path)) for path, _ in paths]
+        named = list(zip(names, self._leaves, strict=True))
         self._training = training = self._begin(named, is_adaptive=self._is_adaptive)
         training.end_with(self)
         self._expected = [[np.asarray(leaf) for leaf in leaves]]
@@ -356,6 +360,12 @@ def _adds_up(rate: Any, whole: Any, rest: Any) -> bool:
     """Return whether an update is the sum of two, but for rounding."""
     rounding = 4.0 * float(np.finfo(whole.dtype).eps) * (np.abs(whole) + np.abs(rest))
     return bool((np.abs(whole - rest - rate) <= 0.01 * np.abs(rate) + rounding).all())
+
+
+def _key_of(part: Any) -> str:
+    """Return a part of a path in a tree as a name."""
+    names = (getattr(part, attribute, None) for attribute in ("key", "name", "idx"))
+    return str(next((name for name in names if name is not None), part))
 
 
 def _copies(arrays: Sequence[Any]) -> list[Any]:

@@ -342,7 +342,7 @@ def share(
     params: Any,
     *,
     node: Node | None = None,
-    density: float | None = None,
+    density: Density | None = None,
     shakeup: ShakeUp | None = None,
     clip: ResidualClip | None = None,
     **options: Unpack[ExchangeOptions],
@@ -358,7 +358,9 @@ def share(
             on a GPU. Changed in place.
         node: a node to use, which the caller closes; None: one from the environment, closed with the result.
         density: share of the elements that a message has; None: 0.01, or from ``every=15`` on 0.05, for n < 2,000,000
-            elements sqrt(2e6 / n) times as many, up to 0.08.
+            elements sqrt(2e6 / n) times as many, up to 0.08. Or by pattern of the arrays' numbers, such as
+            ``{"1": 0.05}``: arrays whose updates are far larger than the others' need one, and with it a threshold, of
+            their own.
         shakeup: periodic messages with a smaller threshold, see `ShakeUp`; None: without.
         clip: periodic clipping of the residual, see `ResidualClip`; None: nothing is ever cut off.
         options: see `ExchangeOptions`. Unlike those of `Exchange`, parameters hold this node's residual
