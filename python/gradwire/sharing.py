@@ -12,7 +12,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -52,6 +52,11 @@ _LOG = logging.getLogger(__name__)
 # Steps until tensors that do not change are named, and how many names are given.
 _JUDGED_STEPS = 50
 _NAMED_TENSORS = 5
+# An element stays behind from so many thresholds on; the share of all that may do so, where it is still a few that do;
+# and of how many elements of a tensor this is judged.
+_BEHIND_THRESHOLDS = 4.0
+_BEHIND_SHARE_MAX = 0.01
+_SAMPLED_NUMEL = 1 << 16
 
 # One thread of an encoder for so many elements, at most.
 _THREAD_NUMEL = 1 << 20
@@ -638,7 +643,7 @@ class TrainingMaker:
         exchange = Exchange(groups, self._node, **self._options)
         exchange.ignore(filter(None, self._finished))
         if self._checked.codec == "threshold":
-            exchange.listeners.append(_StillTensors(named, groups, exchange.difference_of))
+            exchange.listeners.append(_TensorWatch(named, groups, exchange.difference_of))
         return exchange if team is None else team.lead(exchange)
 
 
@@ -680,11 +685,12 @@ def _tell_number(exchange: Exchange | LocalExchange, peer: Peer) -> None:
     exchange.listeners.append(tell)
 
 
-class _StillTensors:
-    """Logs once which tensors hardly change, if so few elements have changed that a density cannot be met.
+class _TensorWatch:
+    """Logs once which tensors hardly change, and which stay behind because they change far more than the others.
 
-    Messages are right all the same; but these tensors cost memory and time in every step, and often nobody knows that
-    they do not train.
+    If so few elements change that a density cannot be met, messages are right all the same; but these tensors cost
+    memory and time in every step, and often nobody knows that they do not train. Elements that stay behind reach the
+    other nodes hundreds of steps late (docs/algorithm.md, parameter groups), and nothing else would say so.
     """
 
     def __init__(
@@ -710,6 +716,7 @@ class _StillTensors:
             is_on_device = group.encoder.device_number >= 0
             if group.is_dense or is_on_device or not isinstance(policy, TargetDensity):
                 continue
+            self._warn_of_behind(group)
             still = self._still_tensors(group, policy.density)
             if still:
                 _LOG.warning(
@@ -722,17 +729,46 @@ class _StillTensors:
                     ", ..." if len(still) > _NAMED_TENSORS else "",
                 )
 
-    def _still_tensors(self, group: Group, density: float) -> list[str]:
-        """Return the names of a group's tensors in which fewer elements have changed than the density."""
-        changed = {}
+    def _parts(self, group: Group) -> Iterator[tuple[int, NDArray[Any]]]:
+        """Yield what is left to be sent of each of a group's tensors, flat, with the tensor's number."""
         start = 0
         for index in range(len(self._names)) if group.tensors is None else group.tensors:
             end = start + self._sizes[index]
             has_residual = group.encoder.has_residual
             part = group.encoder.residual[start:end] if has_residual else self._difference_of(index)
-            changed[index] = np.count_nonzero(part)
+            yield index, part.reshape(-1)
             start = end
-        if sum(changed.values()) > density * start:
+
+    def _warn_of_behind(self, group: Group) -> None:
+        """Log which tensors hold most of what is left to be sent, in few elements of many thresholds each."""
+        bound = _BEHIND_THRESHOLDS * group.encoder.threshold
+        whole, behind, most, count = 0.0, {}, 0.0, 0.0
+        for index, part in self._parts(group):
+            stride = max(1, part.size // _SAMPLED_NUMEL)
+            sample = np.abs(part[::stride].astype(np.float64))
+            whole += stride * float(np.square(sample).sum())
+            late = sample[sample > bound]
+            if late.size:
+                behind[index] = stride * float(np.square(late).sum())
+                most = max(most, float(late.max()))
+                count += stride * late.size
+        if sum(behind.values()) <= whole / 2.0 or count > _BEHIND_SHARE_MAX * group.encoder.numel:
+            return
+        named = sorted(behind, key=lambda index: -behind[index])
+        _LOG.warning(
+            "%s: %.2g %% of the elements hold %.0f %% of what is left to be sent, up to %.0f thresholds each. Their "
+            "updates are far larger than the others', so they reach the other nodes late: give them a density of "
+            "their own, by name, or a lower one to all",
+            ", ".join(self._names[index] for index in named[:_NAMED_TENSORS]),
+            100.0 * count / group.encoder.numel,
+            100.0 * sum(behind.values()) / whole,
+            most / group.encoder.threshold,
+        )
+
+    def _still_tensors(self, group: Group, density: float) -> list[str]:
+        """Return the names of a group's tensors in which fewer elements have changed than the density."""
+        changed = {index: np.count_nonzero(part) for index, part in self._parts(group)}
+        if sum(changed.values()) > density * group.encoder.numel:
             return []
         return [
             self._names[index]

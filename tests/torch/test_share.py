@@ -426,7 +426,7 @@ class Pretrained(torch.nn.Module):
 
     def train_once(self, optimizer: Any, generator: torch.Generator) -> None:
         for param in self.parameters():
-            param.grad = 1.0 + 0.3 * torch.randn(param.shape, generator=generator)
+            param.grad = noisy(param, generator)
         optimizer.step()
 
 
@@ -462,6 +462,30 @@ def test_every_group_of_an_optimiser_has_a_threshold_of_its_own() -> None:
     assert [encoder.policy.density for encoder in shared.exchange._groups.encoders] == [0.001] * 2
     with pytest.raises(ValueError, match="less than one element"):
         gradwire.torch.share(net, torch.optim.SGD(parts, lr=0.1), density={"head": 0.001})
+
+
+@pytest.mark.parametrize("density", [0.05, {"head": 0.06}], ids=str)
+def test_tensors_that_stay_behind_are_named_once(
+    density: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    net, generator = Pretrained(), torch.Generator().manual_seed(0)
+    net.head.register_hook(lambda grad: 100.0 * grad)
+    optimizer = gradwire.torch.share(net, torch.optim.SGD(net.parameters(), 1e-5), density=density)
+    for _ in range(120):
+        optimizer.zero_grad()
+        (net.backbone @ noisy(net.backbone, generator)).backward()
+        (net.head @ noisy(net.head, generator)).backward()
+        optimizer.step()
+    warnings = [record.message for record in caplog.records if "thresholds each" in record.message]
+    if isinstance(density, float):
+        assert len(warnings) == 1
+        assert warnings[0].startswith("head: 0.2 % of the elements hold ")
+    else:
+        assert not warnings
+
+
+def noisy(param: Any, generator: torch.Generator) -> Any:
+    return 1.0 + 0.3 * torch.randn(param.shape, generator=generator)
 
 
 @pytest.mark.parametrize(
