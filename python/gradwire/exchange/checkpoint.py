@@ -99,7 +99,8 @@ def load_state(state: dict[str, Any], replica: Replica) -> None:
         )
     if len(state["encoders"]) != len(encoders):
         raise ValueError(
-            f"state has {len(state['encoders'])} groups, this exchange {len(encoders)}"
+            f"state has {len(state['encoders'])} groups, this exchange {len(encoders)}: share with the checkpoint's "
+            "densities by pattern and parameter groups of the optimiser"
         )
     if state["outer_velocity"] and not isinstance(total, MomentumSum):
         raise ValueError(
