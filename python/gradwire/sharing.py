@@ -52,10 +52,10 @@ _LOG = logging.getLogger(__name__)
 # Steps until tensors that do not change are named, and how many names are given.
 _JUDGED_STEPS = 50
 _NAMED_TENSORS = 5
-# An element stays behind from so many thresholds on; the share of all that may do so, where it is still a few that do;
+# An element is late from so many thresholds on; the share of all that may be, where they are still few;
 # and of how many elements of a tensor this is judged.
-_BEHIND_THRESHOLDS = 4.0
-_BEHIND_SHARE_MAX = 0.01
+_LATE_THRESHOLDS = 4.0
+_LATE_SHARE_MAX = 0.01
 _SAMPLED_NUMEL = 1 << 16
 
 # One thread of an encoder for so many elements, at most.
@@ -716,8 +716,12 @@ class _TensorWatch:
             is_on_device = group.encoder.device_number >= 0
             if group.is_dense or is_on_device or not isinstance(policy, TargetDensity):
                 continue
-            self._warn_of_behind(group)
-            still = self._still_tensors(group, policy.density)
+            changed, late = {}, _LateElements(group)
+            for index, part in self._parts(group):
+                changed[index] = int(np.count_nonzero(part))
+                late.add(self._names[index], part)
+            late.warn()
+            still = self._still_tensors(changed, policy.density)
             if still:
                 _LOG.warning(
                     "fewer elements change than the density %.2g asks for, and all that change are sent; in %d steps "
@@ -739,39 +743,47 @@ class _TensorWatch:
             yield index, part.reshape(-1)
             start = end
 
-    def _warn_of_behind(self, group: Group) -> None:
-        """Log which tensors hold most of what is left to be sent, in few elements of many thresholds each."""
-        bound = _BEHIND_THRESHOLDS * group.encoder.threshold
-        whole, behind, most, count = 0.0, {}, 0.0, 0.0
-        for index, part in self._parts(group):
-            stride = max(1, part.size // _SAMPLED_NUMEL)
-            sample = np.abs(part[::stride].astype(np.float64))
-            whole += stride * float(np.square(sample).sum())
-            late = sample[sample > bound]
-            if late.size:
-                behind[index] = stride * float(np.square(late).sum())
-                most = max(most, float(late.max()))
-                count += stride * late.size
-        if sum(behind.values()) <= whole / 2.0 or count > _BEHIND_SHARE_MAX * group.encoder.numel:
+    def _still_tensors(self, changed: Mapping[int, int], density: float) -> list[str]:
+        """Return the names of the tensors in which too few elements have changed, if there are too few in all."""
+        still = [index for index in changed if changed[index] <= density * self._sizes[index]]
+        is_met = sum(changed.values()) > density * sum(self._sizes[index] for index in changed)
+        return [] if is_met else [self._names[index] for index in still]
+
+
+class _LateElements:
+    """What a group has left to send, and how much of it few elements of many thresholds each hold."""
+
+    def __init__(self, group: Group) -> None:
+        self._threshold = group.encoder.threshold
+        self._numel = group.encoder.numel
+        self._square = 0.0
+        self._squares: dict[str, float] = {}  # of the late elements, by tensor
+        self._count = 0
+        self._largest = 0.0
+
+    def add(self, name: str, part: NDArray[Any]) -> None:
+        """Add what is left of one tensor, flat."""
+        stride = max(1, part.size // _SAMPLED_NUMEL)
+        sample = np.abs(part[::stride].astype(np.float64))
+        self._square += stride * float(np.square(sample).sum())
+        late = sample[sample > _LATE_THRESHOLDS * self._threshold]
+        if late.size:
+            self._squares[name] = stride * float(np.square(late).sum())
+            self._count += stride * late.size
+            self._largest = max(self._largest, float(late.max()))
+
+    def warn(self) -> None:
+        """Log the tensors' names, if their late elements are few and hold most."""
+        square = sum(self._squares.values())
+        if square <= self._square / 2.0 or self._count > _LATE_SHARE_MAX * self._numel:
             return
-        named = sorted(behind, key=lambda index: -behind[index])
+        names = sorted(self._squares, key=lambda name: -self._squares[name])
         _LOG.warning(
             "%s: %.2g %% of the elements hold %.0f %% of what is left to be sent, up to %.0f thresholds each. Their "
             "updates are far larger than the others', so they reach the other nodes late: give them a density of "
             "their own, by name, or a lower one to all",
-            ", ".join(self._names[index] for index in named[:_NAMED_TENSORS]),
-            100.0 * count / group.encoder.numel,
-            100.0 * sum(behind.values()) / whole,
-            most / group.encoder.threshold,
+            ", ".join(names[:_NAMED_TENSORS]),
+            100.0 * self._count / self._numel,
+            100.0 * square / self._square,
+            self._largest / self._threshold,
         )
-
-    def _still_tensors(self, group: Group, density: float) -> list[str]:
-        """Return the names of a group's tensors in which fewer elements have changed than the density."""
-        changed = {index: np.count_nonzero(part) for index, part in self._parts(group)}
-        if sum(changed.values()) > density * group.encoder.numel:
-            return []
-        return [
-            self._names[index]
-            for index, count in changed.items()
-            if count <= density * self._sizes[index]
-        ]
