@@ -361,6 +361,31 @@ def test_nodes_that_train_on_the_same_batches_are_told_once(
         assert len(told) == 2 * is_same
 
 
+def test_a_step_of_asynchronous_nodes_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[int] = []
+    add_norms = Agreement.add_norms
+
+    def kept(self: Agreement, norms: Any) -> Any:
+        measured.append(len(norms))
+        return add_norms(self, norms)
+
+    monkeypatch.setattr(Agreement, "add_norms", kept)
+    options: dict[str, Any] = {"mode": "async", "limit_outliers": True}
+
+    def work(node: FakeNode, rank: int) -> None:
+        share = gw.Exchange(gw.Encoder(NUMEL, gw.TargetDensity(0.05)), node, min_peers=1, **options)
+        params = np.zeros(NUMEL, np.float32)
+        share.join(params)
+        # One node takes ten steps while the other one takes its first.
+        for step in range(1 if rank else 10):
+            share.step(updates(0.9, 2, NUMEL, step)[rank], params)
+
+    run_cluster(work, count=2, seed=4)
+    assert measured
+    assert len(measured) <= 2  # once by each node
+    assert set(measured) == {2}  # of both nodes
+
+
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("are_equal", [False, True])
 def test_equal_updates_of_the_workers_of_a_machine_are_found_once(

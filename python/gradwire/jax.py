@@ -64,13 +64,14 @@ def share(
     Args:
         optimizer: an optax ``GradientTransformation``.
         node: a node to use, which the caller closes; None: one from the environment, closed with the transformation.
-        density: share of the elements that a step sends; None: as in `gradwire.torch.share`. Or by pattern of the
+        density: share of the elements that a step sends; None: as in `gradwire.torch.share`, where an optimiser
+            without a mean of squares, such as Lion, counts as SGD: give it 0.05. Or by pattern of the
             parameters' paths, such as ``{"head/*": 0.05}``: parameters with a learning rate far above the others', as
             ``optax.multi_transform`` gives, need a density, and with it a threshold, of their own.
         update_scale: factor of every update; "auto": measured, as `SharedOptimizer` says, where ``optimizer`` keeps a
             mean of squares, as Adam does, otherwise 1.0. Weight decay beside the gradient, as AdamW's, has no factor.
         shakeup: periodic messages with a smaller threshold, see `ShakeUp`; None: without.
-        clip: periodic clipping of the residual, see `ResidualClip`; None: nothing is ever cut off.
+        clip: periodic clipping of the residual, see `ResidualClip`; None: without.
         options: see `ExchangeOptions`, with the defaults of `gradwire.torch.share`.
 
     Raises:

@@ -355,7 +355,7 @@ def share(
     """Share arrays with the other nodes of this run: one call, and then ``step`` with every update.
 
     The node's place in the run comes from the environment, see `Node.from_env`; several processes of one machine are a
-    `LocalTeam`. The first step, or `SharedArrays.join`, gives all the parameters of rank 0; whoever comes late takes
+    `LocalTeam`. The first step, or `SharedArrays.join`, gives every node rank 0's parameters; whoever comes late takes
     the present ones.
 
     Args:
@@ -367,7 +367,7 @@ def share(
             ``{"1": 0.05}``: arrays whose updates are far larger than the others' need one, and with it a threshold, of
             their own.
         shakeup: periodic messages with a smaller threshold, see `ShakeUp`; None: without.
-        clip: periodic clipping of the residual, see `ResidualClip`; None: nothing is ever cut off.
+        clip: periodic clipping of the residual, see `ResidualClip`; None: without.
         options: see `ExchangeOptions`. Unlike those of `Exchange`, parameters hold this node's residual
             (``apply_residual``), an update far longer than the other nodes' is shortened (``limit_outliers``), from 15
             local steps on ``outer_momentum`` is 0.5, and a synchronous step waits for stragglers: after ``timeout_s`` a
@@ -483,8 +483,9 @@ def _policy(density: Any, numel: int) -> TargetDensity:
     if isinstance(density, (bool, str)) or not 0.0 < density < 1.0:
         raise ValueError(f'density is {density!r}, must be in (0, 1), about 0.01, or "dense"')
     if density * numel < 1.0:
+        enough = f"at least {1.0 / numel:.2g}" if numel > 1 else '"dense"'
         raise ValueError(
-            f"density {density:g} of {numel} elements is less than one element: give at least {1.0 / numel:.2g}"
+            f"density {density:g} of {numel} elements is less than one element: give {enough}"
         )
     return TargetDensity(density)
 
@@ -697,7 +698,7 @@ class _TensorWatch:
         self,
         named: Sequence[tuple[str, Any]],
         groups: Groups,
-        difference_of: Callable[[int], NDArray[Any]],
+        difference_of: Callable[[int, int], NDArray[Any]],
     ) -> None:
         self._difference_of = difference_of
         self._names = [name for name, _ in named]
@@ -712,14 +713,14 @@ class _TensorWatch:
             return
         for group in self._groups.groups:
             policy = group.encoder.policy
-            # Dense updates leave no residual, and reading one on a device would make the training wait.
-            is_on_device = group.encoder.device_number >= 0
-            if group.is_dense or is_on_device or not isinstance(policy, TargetDensity):
-                continue
+            if group.is_dense or not isinstance(policy, TargetDensity):
+                continue  # dense updates leave no residual
+            if group.encoder.has_residual and group.encoder.device_number >= 0:
+                continue  # cut into tensors in host memory only
             changed, late = {}, _LateElements(group)
-            for index, part in self._parts(group):
-                changed[index] = int(np.count_nonzero(part))
-                late.add(self._names[index], part)
+            for index, stride, sample in self._samples(group):
+                changed[index] = stride * int(np.count_nonzero(sample))
+                late.add(self._names[index], stride, sample)
             late.warn()
             still = self._still_tensors(changed, policy.density)
             if still:
@@ -733,14 +734,17 @@ class _TensorWatch:
                     ", ..." if len(still) > _NAMED_TENSORS else "",
                 )
 
-    def _parts(self, group: Group) -> Iterator[tuple[int, NDArray[Any]]]:
-        """Yield what is left to be sent of each of a group's tensors, flat, with the tensor's number."""
+    def _samples(self, group: Group) -> Iterator[tuple[int, int, NDArray[Any]]]:
+        """Yield the number of each of a group's tensors, and of every so many elements what is left to be sent."""
         start = 0
         for index in range(len(self._names)) if group.tensors is None else group.tensors:
             end = start + self._sizes[index]
-            has_residual = group.encoder.has_residual
-            part = group.encoder.residual[start:end] if has_residual else self._difference_of(index)
-            yield index, part.reshape(-1)
+            # Odd, so that a matrix is not sampled in the same columns only.
+            stride = self._sizes[index] // _SAMPLED_NUMEL | 1
+            if group.encoder.has_residual:
+                yield index, stride, group.encoder.residual[start:end:stride]
+            else:
+                yield index, stride, self._difference_of(index, stride)
             start = end
 
     def _still_tensors(self, changed: Mapping[int, int], density: float) -> list[str]:
@@ -761,12 +765,11 @@ class _LateElements:
         self._count = 0
         self._largest = 0.0
 
-    def add(self, name: str, part: NDArray[Any]) -> None:
-        """Add what is left of one tensor, flat."""
-        stride = max(1, part.size // _SAMPLED_NUMEL)
-        sample = np.abs(part[::stride].astype(np.float64))
-        self._square += stride * float(np.square(sample).sum())
-        late = sample[sample > _LATE_THRESHOLDS * self._threshold]
+    def add(self, name: str, stride: int, sample: NDArray[Any]) -> None:
+        """Add what is left of one tensor's elements, of which every so many are in the sample."""
+        sizes = np.abs(sample.astype(np.float64))
+        self._square += stride * float(np.square(sizes).sum())
+        late = sizes[sizes > _LATE_THRESHOLDS * self._threshold]
         if late.size:
             self._squares[name] = stride * float(np.square(late).sum())
             self._count += stride * late.size

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 import gradwire as gw
 from gradwire.exchange import redistribute
 from gradwire.exchange.checkpoint import params_of
+from gradwire.exchange.groups import Group
 
 from .cluster import cluster
 
@@ -183,7 +184,7 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
             (gw.Exchange(gw.Encoder(3, 1.0), node), r"float32\[3\]"),
             (
                 gw.Exchange(gw.Groups.of([np.zeros((2, 1)), np.zeros(1)], dense_below=1), node),
-                "1 groups",
+                r"encoders of \[2\] elements, this exchange of \[2, 1\]",
             ),
         ):
             with pytest.raises(ValueError, match=complaint):
@@ -192,6 +193,46 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
         begun.step(np.zeros(2, np.float32), np.zeros(2, np.float32))
         with pytest.raises(RuntimeError, match="begun"):
             begun.load_state_dict(state)
+
+
+def divided(*tensors: tuple[int, ...]) -> gw.Groups:
+    """Return groups of three arrays with 20, 5 and 10 elements, and thresholds of 1, 2, ..."""
+    sizes = (20, 5, 10, 1)
+    return gw.Groups(
+        [
+            Group(gw.Encoder(sum(sizes[index] for index in indices), 1.0 + key, key=key), indices)
+            for key, indices in enumerate(tensors)
+        ]
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"every": 2}], ids=str)
+def test_a_state_goes_on_with_other_groups(options: Any) -> None:
+    updates = [np.random.default_rng(n).normal(0, 0.4, n).astype(np.float32) for n in (20, 5, 10)]
+    with cluster(0) as made:
+        options |= {"min_peers": 0, "apply_residual": True}
+        share = gw.Exchange(divided((0, 2), (1,)), made.node(1), **options)
+        params = [np.zeros_like(update) for update in updates]
+        for _ in range(4):
+            share.step(updates, params)
+        state = share.state_dict(params)
+        sums = params_of(state)
+        for tensors, thresholds in (
+            ([(0, 1, 2)], [1.0]),
+            ([(1,), (0, 2)], [2.0, 1.0]),
+            ([(2, 1), (0,)], [1.0, 1.0]),
+        ):
+            again = gw.Exchange(divided(*tensors), made.node(1), **options)
+            again.load_state_dict(copy.deepcopy(state))
+            now = again.state_dict()
+            for expected, array in zip(sums, params_of(now), strict=True):
+                np.testing.assert_array_equal(array, expected)
+            assert [encoder["threshold"] for encoder in now["encoders"]] == thresholds
+        fewer = gw.Exchange(divided((0,), (1,)), made.node(1), **options)
+        more = gw.Exchange(divided((0, 1), (2,), (3,)), made.node(1), **options)
+        for share in (fewer, more):
+            with pytest.raises(ValueError, match="3 arrays"):
+                share.load_state_dict(copy.deepcopy(state))
 
 
 def test_a_state_that_lacks_something_is_refused() -> None:

@@ -48,7 +48,7 @@ def small_slices(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
     def counted(self: FakeNode, buffer: Any, tag: int = 0, to: Any = None) -> Any:
         kind = tag // TAG_NUMBERS
-        assert kind in (Kind.HELLO, Kind.SNAPSHOT) or len(bytes(buffer)) <= 70
+        assert kind == Kind.HELLO or len(bytes(buffer)) <= 70
         sizes.append(kind)
         return publish(self, buffer, tag, to)
 
@@ -102,7 +102,9 @@ def connected(stack: ExitStack, limits: list[Limits | None]) -> list[gw.Node]:
     nodes: list[gw.Node] = []
     for each in limits:
         seeds_so_far = [node.address for node in nodes]
-        node = gw.Node("127.0.0.1:0", seeds_so_far, secret=SECRET, limits=each)
+        node = gw.Node(
+            "127.0.0.1:0", seeds_so_far, secret=SECRET, limits=each, node_id=len(nodes) + 1
+        )
         nodes.append(stack.enter_context(node))
     return nodes
 
@@ -193,6 +195,23 @@ def test_a_dense_pattern_may_be_larger_than_a_message_of_the_transport(stack: Ex
     assert first[1].tobytes() == second[1].tobytes()
     mean = sum(update(rank, step) for rank in range(2) for step in range(4)) / 2
     np.testing.assert_array_equal(first[0].reshape(-1), mean)
+
+
+@pytest.mark.parametrize("limits", [[SMALL, None], [None, SMALL]], ids=["donor", "newcomer"])
+def test_a_snapshot_may_be_larger_than_a_message_of_the_transport(
+    stack: ExitStack, limits: Any
+) -> None:
+    nodes = connected(stack, limits)
+
+    def train(rank: int) -> NDArray[np.float32]:
+        share = gw.Exchange(gw.Encoder(NUMEL), nodes[rank], min_peers=1, timeout_s=30.0)
+        params = np.full(NUMEL, float(rank), np.float32)
+        # So many arrays that the snapshot's header is larger, too.
+        share.join(np.split(params, 1_000), equalize=True)
+        return params
+
+    with ThreadPoolExecutor(2) as pool:
+        assert not np.concatenate(list(pool.map(train, range(2)))).any()
 
 
 def test_a_node_that_takes_too_little_is_refused(stack: ExitStack) -> None:

@@ -187,6 +187,34 @@ def test_what_the_leader_s_step_raises_all_workers_raise(options: Any) -> None:
     np.testing.assert_array_equal(flat(outcomes[0][0]) + residual, put_in)
 
 
+@pytest.mark.parametrize("is_in_step", [False, True])
+def test_an_interrupted_call_of_the_leader_ends_for_all_workers(
+    is_in_step: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupts = [KeyboardInterrupt()]
+    step = gw.Exchange.step
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        result = step(*args, **options) if is_in_step else None
+        if interrupts:
+            raise interrupts.pop()
+        return result or step(*args, **options)
+
+    monkeypatch.setattr(gw.Exchange, "step", interrupted)
+
+    def work(rank: int, share: LocalExchange) -> Any:
+        params = tensors()
+        with pytest.raises(KeyboardInterrupt if rank == 0 else gw.GradwireError):
+            share.step(tensors(rank), params)
+        share.step(tensors(5), params)
+        return flat(params)
+
+    outcomes, _ = run_team(work, 2, reduction="sum", codec="dense")
+    expected = 2 * flat(tensors(5)) + is_in_step * (flat(tensors(0)) + flat(tensors(1)))
+    for params in outcomes:
+        np.testing.assert_array_equal(params, expected)
+
+
 def test_every_worker_knows_what_the_machine_has_sent() -> None:
     def work(rank: int, share: LocalExchange) -> Any:
         params = tensors()

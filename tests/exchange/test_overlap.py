@@ -55,7 +55,7 @@ def train(node: FakeNode, rank: int, *, moves: bool, **options: Any) -> Outcome:
             results.append(share.step(one, params))
         shared.append(share.shared(params)[0])
     if options.get("overlap"):
-        share.catch_up(params)
+        assert share.catch_up(params) == len(share.members)
     shared.append(share.shared(params)[0])
     assert enc.has_residual == keeps
     if options.get("apply_residual"):

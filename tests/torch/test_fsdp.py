@@ -50,8 +50,9 @@ def one_machine_of_two_ranks(rank: int) -> Any:
     shards = [param.to_local() for param in net.parameters()]
     with gw.Node("127.0.0.1:0", secret=SECRET) as node:
         encoder = gw.Encoder(sum(shard.numel() for shard in shards))
-        exchange = gw.Exchange(encoder, node, min_peers=0, codec="dense")
-        optimizer = SharedOptimizer(torch.optim.AdamW(net.parameters(), lr=0.01), exchange)
+        exchange = gw.Exchange(encoder, node, min_peers=0, codec="dense", apply_residual=True)
+        inner = torch.optim.AdamW(net.parameters(), lr=0.01)
+        optimizer = SharedOptimizer(inner, exchange, update_scale="auto")
         found = train(net, optimizer, rank)
     return expected, found, encoder.numel
 

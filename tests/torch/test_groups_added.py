@@ -12,6 +12,7 @@ import pytest
 torch: Any = pytest.importorskip("torch", reason="torch is not installed")
 
 import gradwire as gw  # noqa: E402
+from gradwire.exchange.groups import split_by_tensor  # noqa: E402
 
 from .places import (  # noqa: E402
     AS_PLAIN,
@@ -118,6 +119,55 @@ def test_groups_are_added_twice_on_three_nodes_and_nothing_is_lost(nodes: list[g
     residuals = sum(left for _, left, _ in results)
     sums = sum(total for _, _, total in results)
     torch.testing.assert_close(params.flatten() + residuals, sums.flatten(), rtol=0.0, atol=1e-5)
+
+
+CHANGES: dict[str, Callable[[Any, Any], Any]] = {
+    "frozen": lambda net, _: net[0].requires_grad_(False),
+    "unfrozen": lambda net, _: net[0].requires_grad_(True),
+    "slower": lambda _, optimizer: optimizer.param_groups[0].update(lr=0.5),
+    "removed": lambda _, optimizer: optimizer.param_groups.pop(0),
+}
+
+
+@pytest.mark.parametrize("apply_residual", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_group_is_added_after_others_have_changed_and_nothing_is_lost(
+    nodes: list[gw.Node], change: str, apply_residual: bool
+) -> None:
+    """The parameters are divided among the encoders in another way then."""
+
+    def work(rank: int) -> Any:
+        net = torch.nn.ParameterList(torch.zeros(numel) for numel in (100, 10, 50))
+        net[0].requires_grad_(change != "unfrozen")
+        inner = torch.optim.SGD([{"params": [net[0]]}, {"params": [net[1]]}], lr=1.0)
+        options = {"apply_residual": apply_residual, "reduction": "sum"}
+        optimizer = shared(net, inner, nodes[rank], **options)
+        generator = torch.Generator().manual_seed(rank)
+        moved = [torch.zeros_like(param) for param in net]
+        for step in range(18):
+            if step == 6:
+                CHANGES[change](net, optimizer)
+            if step == 12:
+                optimizer.add_param_group({"params": [net[2]]})
+            for group in optimizer.param_groups:
+                [param] = group["params"]
+                param.grad = torch.randint(-512, 513, param.shape, generator=generator) / 1024.0
+                row = next(row for row in range(3) if net[row] is param)
+                moved[row] -= group["lr"] * param.grad
+            optimizer.step()
+        state = optimizer.exchange.state_dict([param.detach() for param in net])
+        unsent = [encoder["residual"] for encoder in state["encoders"]]
+        left = split_by_tensor(unsent, state["tensors"], moved)
+        return optimizer.shared_tensors(), list(map(torch.from_numpy, left)), moved
+
+    for node in nodes:
+        node.expected_peers = 2
+    results = run_together(work)
+    for row, param in enumerate(results[0][0]):
+        assert all(torch.equal(param, params[row]) for params, _, _ in results)
+        held = param + sum(residuals[row] for _, residuals, _ in results)
+        moved = sum(sums[row] for _, _, sums in results)
+        torch.testing.assert_close(held, moved, rtol=0.0, atol=1e-5)
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["never", "a step later"])

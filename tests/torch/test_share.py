@@ -416,6 +416,17 @@ def test_tensors_that_do_not_change_are_named_once(caplog: pytest.LogCaptureFixt
     assert "trained" not in warnings[0].partition("changed in")[2].partition(":")[0]
 
 
+def test_a_number_is_a_parameter_as_any_other() -> None:
+    """Also where tensors that hardly change are looked for, after 50 steps."""
+    net = torch.nn.ParameterList([torch.zeros(()), torch.zeros(300), torch.zeros(0)])
+    optimizer = gradwire.torch.share(net, torch.optim.SGD(net.parameters(), lr=1.0), density=0.1)
+    for _ in range(60):
+        for param in net:
+            param.grad = torch.full_like(param, -1.0)
+        optimizer.step()
+    assert net[0].item() == 60.0
+
+
 class Pretrained(torch.nn.Module):
     """A large backbone and a head: every gradient is nearly constant, so an adaptive optimiser moves by its rate."""
 
@@ -451,13 +462,21 @@ def test_a_small_group_with_a_high_learning_rate_is_sent_in_steps_of_its_own_siz
     assert all(0.6 < shared[name] / means[name] < 1.1 for name in means), (shared, means)
 
 
-def test_every_group_of_an_optimiser_has_a_threshold_of_its_own() -> None:
+def test_groups_that_move_unequally_fast_have_thresholds_of_their_own() -> None:
     net = model()
     groups = [{"params": [param]} for param in net.parameters()]
-    assert len(gradwire.torch.share(net, torch.optim.AdamW(groups)).exchange._groups) == 4
+    for group, differing in zip(groups, [{}, {"lr": 0.1}, {"betas": (0.5, 0.9)}, {}], strict=True):
+        group.update(differing)
+    groups[0] |= {"weight_decay": 0.1, "name": "first"}
+    inner = torch.optim.AdamW(groups, lr=0.001)
+    # A warm-up begins at a rate of 0 for all.
+    torch.optim.lr_scheduler.LambdaLR(inner, float)
+    encoders = gradwire.torch.share(net, inner).exchange._groups.encoders
+    sizes = [param.numel() for param in net.parameters()]
+    assert [encoder.numel for encoder in encoders] == [sizes[0] + sizes[3], sizes[1], sizes[2]]
     # The density is that of all parameters, also where a group asks for less than one element.
     net = Pretrained()
-    parts = [{"params": [net.backbone]}, {"params": [net.head]}]
+    parts = [{"params": [net.backbone]}, {"params": [net.head], "lr": 1.0}]
     shared = gradwire.torch.share(net, torch.optim.SGD(parts, lr=0.1), density=0.001)
     assert [encoder.policy.density for encoder in shared.exchange._groups.encoders] == [0.001] * 2
     with pytest.raises(ValueError, match="less than one element"):

@@ -35,7 +35,7 @@ def add_parser(commands: Any) -> None:
         "seeds: with plain all-reduce, with all-reduce and other seeds (what chance does to the loss), and with "
         "gradwire. Ends with seconds, bytes, memory, losses and a verdict. With -n the processes are this machine's, "
         "each behind a link of its own; under torchrun or another launcher the processes and links are the real ones. "
-        "Its arguments come after the script.",
+        "Its own arguments come after the script.",
     )
     parser.add_argument("-n", "--workers", type=int, help="processes to start on this machine")
     parser.add_argument("--link", help="rate of each process's link, such as 100Mbit (with -n)")
@@ -43,9 +43,11 @@ def add_parser(commands: Any) -> None:
         "--latency", default="0", help="one way between two processes, such as 20ms (with --link)"
     )
     parser.add_argument(
-        "--steps", type=int, default=200, help="optimiser's steps to take (default: 200)"
+        "--steps", type=int, default=200, help="optimiser steps to take (default: 200)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the generators (default: 0)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the random generators (default: 0)"
+    )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the losses over time")
     parser.add_argument("script", help="a Python script")

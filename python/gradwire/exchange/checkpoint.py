@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ _KEYS = {
     "step",
     "apply_residual",
     "encoders",
+    "tensors",
     "shared",
     "local_steps",
     "outer_velocity",
@@ -97,16 +99,20 @@ def load_state(state: dict[str, Any], replica: Replica) -> None:
             f"{replica.applies_residual}: its parameters {'' if state['apply_residual'] else 'do not '}hold the "
             "residual; give the option that it had"
         )
-    if len(state["encoders"]) != len(encoders):
-        raise ValueError(
-            f"state has {len(state['encoders'])} groups, this exchange {len(encoders)}: share with the checkpoint's "
-            "densities by pattern and parameter groups of the optimiser"
-        )
+    states = state["encoders"]
+    if _lists(state["tensors"]) != _lists(replica.groups.tensors):
+        if state["owner"] is not None or not state["shared"]:
+            raise ValueError(
+                f"the state has encoders of {[saved['numel'] for saved in states]} elements, this exchange of "
+                f"{[encoder.numel for encoder in encoders]}, and they cannot be divided anew: share with the same "
+                "densities by pattern, the same parameter groups of the optimiser, and the same parameters frozen"
+            )
+        states = _regrouped(states, state["tensors"], replica.groups, state["shared"])
     if state["outer_velocity"] and not isinstance(total, MomentumSum):
         raise ValueError(
             "the state has a velocity of the shared parameters, this exchange no outer_momentum"
         )
-    for encoder, saved in zip(encoders, state["encoders"], strict=True):
+    for encoder, saved in zip(encoders, states, strict=True):
         encoder.load_state_dict(saved)
     if isinstance(total, MomentumSum):
         total.load_velocity(state["outer_velocity"])
@@ -212,32 +218,25 @@ def _merged(
 
 
 def extend_state(
-    state: dict[str, Any], groups: Groups, added: Sequence[Any], weight: int
+    state: dict[str, Any], groups: Groups, params: Sequence[Any], added: int, weight: int
 ) -> dict[str, Any]:
     """Return the state of a node for an exchange of more parameters, whose residual is zero.
 
     Args:
         state: of the node; not modified.
-        groups: of the new exchange: first those of the state, perhaps with more tensors, then others.
-        added: the parameters that come after the others.
+        groups: of the new exchange.
+        params: of the new exchange; those of the state come first, and only their shapes count.
+        added: number of the others.
         weight: of a sum that this node keeps as an owner; it goes into the residual, because parts have new sizes.
     """
-    totals = [np.array(saved["residual"]) for saved in state["encoders"]]
-    add_owner_state(state["owner"], totals, weight)
-    encoders = []
-    for index, group in enumerate(groups.groups):
-        saved = group.encoder.state_dict()
-        residual = saved["residual"]
-        step = {"step": state["step"], "changed_at": state["step"]}
-        if index < len(totals):
-            # Parameters are added at the end of the model, and so at the end of their group.
-            residual[: totals[index].size] = totals[index]
-            step = {**state["encoders"][index], "dtype": saved["dtype"], "numel": saved["numel"]}
-        encoders.append({**saved, **step, "residual": residual})
-    new = copies(views(list(added)))
+    states = [{**saved, "residual": np.array(saved["residual"])} for saved in state["encoders"]]
+    add_owner_state(state["owner"], [saved["residual"] for saved in states], weight)
+    before = params[: len(params) - added]
+    new = copies(views(list(params[len(before) :])))
+    fresh = {"step": state["step"], "changed_at": state["step"]}
     return {
         **state,
-        "encoders": encoders,
+        "encoders": _regrouped(states, state["tensors"], groups, before, new, fresh),
         "tensors": groups.tensors,
         "shared": [*state["shared"], *new] if state["shared"] else [],
         "outer_velocity": [*state["outer_velocity"], *zeros_like(new)]
@@ -245,3 +244,62 @@ def extend_state(
         else [],
         "owner": None,
     }
+
+
+def _lists(tensors: Sequence[Sequence[int] | None]) -> list[list[int] | None]:
+    return [None if indices is None else list(indices) for indices in tensors]
+
+
+def _regrouped(
+    states: Sequence[dict[str, Any]],
+    tensors: Sequence[Sequence[int] | None],
+    groups: Groups,
+    params: Sequence[Any],
+    added: Sequence[Any] = (),
+    fresh: Mapping[str, int] | None = None,
+) -> list[dict[str, Any]]:
+    """Return the states of encoders for another division of the parameters into groups.
+
+    An encoder goes on with the threshold of the one that had most of its elements.
+
+    Args:
+        states: of the encoders so far.
+        tensors: of these, as ``Groups.tensors``.
+        groups: the other division.
+        params: all that the encoders had, for their shapes.
+        added: parameters that follow, and have no residual.
+        fresh: what replaces the state of an encoder of added parameters alone.
+
+    Raises:
+        ValueError: the groups are of other parameters.
+    """
+    residuals = [
+        *split_by_tensor([np.asarray(saved["residual"]) for saved in states], tensors, params),
+        *zeros_like(added),
+    ]
+    home: dict[int, int] = {}  # of every tensor, its encoder so far
+    for number, indices in enumerate(tensors):
+        home |= dict.fromkeys(range(len(params)) if indices is None else indices, number)
+    every = range(len(residuals))
+    divided = [every if group.tensors is None else group.tensors for group in groups.groups]
+    if sorted(index for indices in divided for index in indices) != list(every):
+        raise ValueError(f"the state is of {len(every)} arrays, this exchange of other ones")
+    regrouped = []
+    for group, indices in zip(groups.groups, divided, strict=True):
+        numel_from: Counter[int] = Counter()
+        for index in indices:
+            if index in home:
+                numel_from[home[index]] += residuals[index].size
+        saved = group.encoder.state_dict()
+        source = states[numel_from.most_common(1)[0][0]] if numel_from else fresh or {}
+        parts = [residuals[index].reshape(-1) for index in indices]
+        regrouped.append(
+            {
+                **saved,
+                **source,
+                "numel": saved["numel"],
+                "dtype": saved["dtype"],
+                "residual": np.concatenate(parts, dtype=saved["dtype"]),
+            }
+        )
+    return regrouped

@@ -196,9 +196,9 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
         """Return a copy of the parameters that all nodes share: without local steps, without the residual."""
         return copies(self._replica.shared or writable_views(params))
 
-    def difference_of(self, index: int) -> NDArray[Any]:
-        """Return the residual of one array of the parameters, where it is their difference to the shared ones."""
-        return self._replica.difference_of(index)
+    def difference_of(self, index: int, stride: int = 1) -> NDArray[Any]:
+        """Return every so many elements of one array's residual, where that is the difference to the shared array."""
+        return self._replica.difference_of(index, stride)
 
     def held(self, params: Any) -> list[bool]:
         """Return for each of ``params`` whether it is as the last step left it, rather than overwritten since."""
@@ -408,8 +408,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
             TimeoutError, MessageError, Closed: as ``step``.
         """
         if self._options.overlap:
-            self._begin(params, self._optimizer_state)
-            finished = self._finish_earlier(params)
+            finished = self._begin(params, self._optimizer_state) or self._finish_earlier(params)
             return 0 if finished is None else finished.received
         if self._options.is_sync:
             return 0
@@ -611,17 +610,18 @@ def hand_over(
     return result
 
 
-def take_over(exchange: Exchange, before: Exchange, added: Sequence[Any]) -> None:
+def take_over(exchange: Exchange, before: Exchange, params: Sequence[Any], added: int) -> None:
     """Let a new exchange go on where another one has ended, with more parameters; ``join`` follows.
 
     Args:
         exchange: has taken no step.
         before: after ``hand_over``, on the same node.
-        added: the parameters that it did not have, the last ones of the new exchange.
+        params: of the new exchange; of those that the other one had, only the shapes count.
+        added: number of the others, the last ones.
     """
     nodes = len(before.members) + 1
     weight = nodes if before._options.reduction == "mean" else 1
-    state = checkpoint.extend_state(before.state_dict(), exchange._groups, added, weight)
+    state = checkpoint.extend_state(before.state_dict(), exchange._groups, params, added, weight)
     exchange.load_state_dict(state)
     exchange._start.follow(before._start, nodes - 1)
     before._membership.enter(Phase.LEAVING)  # nothing is left to say for it

@@ -100,7 +100,7 @@ class Join:
         self._on_follow = on_follow
         step_bytes = replica.groups.max_payload_bytes(options.codec)
         peer_of = self._introductions.peer_of
-        self._donor = Donor(router.node, peer_of, step_bytes, departure.supply)
+        self._donor = Donor(router.node, self._introductions, step_bytes, departure.supply)
         self._has_requests = False  # nodes wait for a snapshot from here
         self._recipient = Recipient(router.send, lambda run: peer_of(run).address, membership.run)
         router.handle(Kind.HELLO, self._add_hello)

@@ -808,8 +808,7 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
             begins_at=self.step_number,
             written=written,
         )
-        if self.exchange is not None:
-            self._act(self.exchange, action, state)
+        interrupt = self.exchange and self._act(self.exchange, action, state)
         team.end_call(call)
         self._written = []
         self._outcome = outcome = team.read_outcome()
@@ -832,6 +831,8 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
         # A caller may train on the team's memory itself, which needs no copy.
         if not all(np.shares_memory(*pair) for pair in zip(targets, team.params, strict=True)):
             put(targets, team.params)
+        if interrupt:
+            raise interrupt
         # Raised in every worker, so that all of them handle it alike and make the same next call.
         if outcome.error is not None:
             raise outcome.error
@@ -840,10 +841,12 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
 
     def _act(
         self, exchange: Exchange, action: Callable[[Exchange], Any], state: OptimizerState
-    ) -> None:
+    ) -> BaseException | None:
+        """Let the leader act, and publish the outcome; return what interrupted it, such as `KeyboardInterrupt`."""
         team = self.team
         result = None
-        error = None
+        error: Exception | None = None
+        interrupt: BaseException | None = None
         state_file = ""
         # All workers are in this call, so they have taken the state that was left in an earlier one.
         team.remove_state()
@@ -863,6 +866,12 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
                     state_file = team.publish_state(arrays)
         except Exception as caught:
             error = caught
+        except BaseException as caught:
+            # The others wait for an outcome, and their next call must be another one than this.
+            interrupt = caught
+            error = GradwireError(
+                f"the call of the machine's first worker was interrupted: {caught!r}"
+            )
         has_shared = exchange.place_shared(team.shared)
         team.publish_outcome(
             _Outcome(
@@ -880,6 +889,7 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
                 exchange.agreement.outer_momentum,
             )
         )
+        return interrupt
 
     def _check_sizes(self, update: Arrays) -> None:
         update_sizes = [array.size for array in update]
@@ -910,13 +920,15 @@ def hand_over(
     )
 
 
-def take_over(exchange: AnyExchange, before: AnyExchange, added: Sequence[Any]) -> None:
+def take_over(
+    exchange: AnyExchange, before: AnyExchange, params: Sequence[Any], added: int
+) -> None:
     """Let a new exchange go on where another one has ended; the memory of a team so far is released."""
     if isinstance(exchange, Exchange) and isinstance(before, Exchange):
-        single.take_over(exchange, before, added)
+        single.take_over(exchange, before, params, added)
     elif isinstance(exchange, LocalExchange) and isinstance(before, LocalExchange):
         if exchange.exchange is not None and before.exchange is not None:
-            single.take_over(exchange.exchange, before.exchange, added)
+            single.take_over(exchange.exchange, before.exchange, params, added)
         exchange._loaded_step = before.step_number
         before.team.close()
 

@@ -33,6 +33,7 @@ class Notes:
         self._keeps = keeps
         self._own: dict[int, Note] = {}  # by step
         self._next = _EMPTY
+        self._measured = -1  # the last step whose updates were measured
         # Updates that were shortened, as far as notes tell.
         self._outliers: Counter[NodeRun] = Counter()
 
@@ -58,6 +59,7 @@ class Notes:
     def reset(self) -> None:
         """Forget what the next note was to say: it was about parameters that this node has no longer."""
         self._next = _EMPTY
+        self._measured = -1
 
     def send(self, step: int) -> None:
         """Send the note for this node's update of ``step``, unless it is empty; before the update."""
@@ -92,7 +94,7 @@ class Notes:
 
         Args:
             agreement: of this node; its factor stays as it is without sketches.
-            step: None: the latest of which every member has told, if there is one.
+            step: None: the latest of which every member has told, if there is a new one.
         """
         notes = {run: stream.notes for run, stream in self._membership.members.items()}
         if self._membership.phase is Phase.IN:
@@ -103,6 +105,9 @@ class Notes:
                 for by_step in notes.values()
             ]
             step = max(set.intersection(*told), default=-1)
+            if step <= self._measured:
+                return
+            self._measured = step
         # By node, because the order of a sum decides about its bits.
         of_step = {run: notes[run].get(step, _EMPTY) for run in sorted(notes)}
         norms = {run: note.norm for run, note in of_step.items() if note.norm is not None}

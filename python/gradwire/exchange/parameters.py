@@ -345,9 +345,10 @@ class SharedCopy:
         self._sample = sample_beside(self._differing) if samples else None
         self.groups.drop_residuals()
 
-    def difference_of(self, index: int) -> NDArray[Any]:
-        """Return the residual of one array, in host memory, where it is a difference."""
-        return on_host(self._differing[index] - self.shared[index])
+    def difference_of(self, index: int, stride: int) -> NDArray[Any]:
+        """Return every so many elements of one array's residual, flat and in host memory, where it is a difference."""
+        param, shared = self._differing[index], self.shared[index]
+        return on_host(param.reshape(-1)[::stride] - shared.reshape(-1)[::stride])
 
     def residuals_on_host(self, numel: int) -> Iterator[NDArray[Any]]:
         """Yield about so many elements of every residual in host memory, or of every array's difference; flat.

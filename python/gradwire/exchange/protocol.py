@@ -424,11 +424,14 @@ def difference_of(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
     if ours["versions"] != theirs.get("versions"):
         names = ["versions"]
     pairs = [(name, theirs.get(name), ours.get(name)) for name in names]
-    return ", ".join(
+    texts = [
         _describe_difference(name, there, here)
         for name, there, here in pairs
         if there != here and not (name == "params" and None in (there, here))
-    )
+    ]
+    if len(texts) == 1 and texts[0].startswith("groups"):
+        texts.append("so densities, frozen parameters or the optimiser's parameter groups differ")
+    return ", ".join(texts)
 
 
 def _describe_difference(name: str, there: Any, here: Any) -> str:

@@ -17,9 +17,11 @@ import numpy as np
 from .. import clock
 from ..agreement import checked_state
 from ..arrays import Arrays, layouts, put, writable_views
-from ..errors import MessageError, Mismatch, NotConnected, TransportError, WouldBlock
+from ..errors import Closed, MessageError, Mismatch, NotConnected, WouldBlock
+from ..slices import Outgoing, Slicer
 from .owner import Accepted
 from .protocol import (
+    Introductions,
     Kind,
     NodeRun,
     decode_steps,
@@ -32,7 +34,7 @@ from .protocol import (
 )
 
 if TYPE_CHECKING:
-    from ..transport import Node, Peer, PeerStats, Ticket
+    from ..transport import Node, PeerStats, Ticket
 
 __all__ = [
     "NO_STATE",
@@ -269,14 +271,14 @@ class Snapshot:
         """Let the newcomer begin after ``step``, or after the donor's next step if that is later."""
         self.step = max(self.step + 1, step)
 
-    def parts(self, ranges: Ranges, *, goes_on: bool) -> list[memoryview]:
-        """Return the header, and copies of the arrays' bytes in some ranges, in parts of bounded size."""
+    def parts(self, ranges: Ranges, most_bytes: int, *, goes_on: bool) -> list[memoryview]:
+        """Return the header, and copies of the arrays' bytes in some ranges, in parts of at most so many bytes."""
         parts = [memoryview(self.header(ranges, goes_on=goes_on))]
         for data in _memory_of(self.arrays, ranges):
             # NumPy asks the system for large pages: the members' next step waits for this copy.
             copied = np.array(data).data
-            starts = range(0, len(copied), _PART_BYTES)
-            parts += [copied[start : start + _PART_BYTES] for start in starts]
+            starts = range(0, len(copied), most_bytes)
+            parts += [copied[start : start + most_bytes] for start in starts]
         return parts
 
     @property
@@ -428,12 +430,10 @@ class _Transfer:
     """One snapshot on its way to one newcomer.
 
     Args:
-        number: of the request.
         parts: header and values, in order; removed as they leave, and with them the copy of the state.
     """
 
-    def __init__(self, number: int, parts: Sequence[memoryview]) -> None:
-        self.number = number
+    def __init__(self, parts: Sequence[Outgoing]) -> None:
         self.parts = deque(parts)
         self.sent_bytes = 0
         self._in_flight: deque[Ticket] = deque()
@@ -443,7 +443,7 @@ class _Transfer:
     @property
     def nbytes(self) -> int:
         """Size of all parts that have not left."""
-        return sum(map(len, self.parts))
+        return sum(part.nbytes for part in self.parts)
 
     def space(self, path: PeerStats | None, *, is_busy: bool) -> int:
         """Return how many bytes may leave now.
@@ -475,7 +475,7 @@ class _Transfer:
 
     def advance(self, ticket: Ticket) -> None:
         """Note that the next part has left."""
-        nbytes = len(self.parts.popleft())
+        nbytes = self.parts.popleft().nbytes
         self.sent_bytes += nbytes
         self._allowance_bytes = max(0.0, self._allowance_bytes - nbytes)
         self._in_flight.append(ticket)
@@ -488,7 +488,7 @@ class Donor:
 
     Args:
         node: of this exchange.
-        peer_of: returns a connected node's peer.
+        introductions: of the newcomers, which say how much they take at once.
         step_bytes: size of a step's largest messages, for which space is left in the send log.
         supply: sends a newcomer the departed members' updates from given steps on; returns whether they are there.
     """
@@ -496,12 +496,19 @@ class Donor:
     def __init__(
         self,
         node: Node,
-        peer_of: Callable[[NodeRun], Peer],
+        introductions: Introductions,
         step_bytes: int,
         supply: Callable[[NodeRun, dict[NodeRun, int]], bool],
     ) -> None:
         self._node = node
-        self._peer_of = peer_of
+        self._introductions = introductions
+        # Only a header can be larger than a newcomer takes at once.
+        self._slicer = Slicer(
+            node,
+            tag_of(Kind.SLICE, 0),
+            introductions.peer_of,
+            lambda part: introductions.common_slice_bytes([part.receiver]),
+        )
         self._supply = supply
         self._step_bytes = min(step_bytes, _STEP_BYTES_MAX)
         self._requests: dict[NodeRun, tuple[int, Request]] = {}  # by newcomer, with their numbers
@@ -558,8 +565,11 @@ class Donor:
             ranges = request.missing if goes_on else snapshot.share(request.place, request.donors)
             if request.step not in (None, step):
                 ranges = []  # too late: the other donors' values are of another step
+            most_bytes = min(_PART_BYTES, self._introductions.common_slice_bytes([run]))
+            tag = tag_of(Kind.SNAPSHOT, number)
+            parts = snapshot.parts(ranges, most_bytes, goes_on=goes_on)
             with self._lock:
-                self._transfers[run] = _Transfer(number, snapshot.parts(ranges, goes_on=goes_on))
+                self._transfers[run] = _Transfer([Outgoing(tag, part, run) for part in parts])
                 is_sending = self._is_sending
                 self._is_sending = True
             del self._requests[run]
@@ -588,27 +598,25 @@ class Donor:
                 )
                 for run, transfer in list(self._transfers.items()):
                     space = transfer.space(paths.get(run), is_busy=is_busy)
-                    if not self._send_some(run, transfer, space):
+                    if not self._send_some(transfer, space):
                         del self._transfers[run]
                 self._is_sending = bool(self._transfers)
                 return _LOOK_S if self._transfers else None
-        except TransportError:
-            # The node is closed.
+        except Closed:
             with self._lock:
                 self._transfers.clear()
                 self._is_sending = False
             return None
 
-    def _send_some(self, run: NodeRun, transfer: _Transfer, space_bytes: int) -> bool:
+    def _send_some(self, transfer: _Transfer, space_bytes: int) -> bool:
         """Send a newcomer parts of about so many bytes together; return whether there are more."""
-        tag = tag_of(Kind.SNAPSHOT, transfer.number)
         while transfer.parts and space_bytes > 0:
             part = transfer.parts[0]
-            space_bytes -= len(part)
+            space_bytes -= part.nbytes
             try:
-                if not self._node.has_room(len(part) + self._step_bytes):
+                if not self._node.has_room(part.nbytes + self._step_bytes):
                     break
-                transfer.advance(self._node.publish(part, tag=tag, to=self._peer_of(run)))
+                transfer.advance(self._slicer.send(part))
             except WouldBlock:
                 break
             except NotConnected:

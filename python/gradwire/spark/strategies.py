@@ -49,7 +49,7 @@ class SharedTraining:
             memory; 1: each worker sends its own; None: the number of GPUs of an executor, or else 1. Every worker has
             the same weight, also where a machine has fewer.
         shakeup: periodic messages with a smaller threshold, a `ShakeUp`; None: without.
-        clip: periodic clipping of the residual, a `ResidualClip`; None: nothing is ever cut off.
+        clip: periodic clipping of the residual, a `ResidualClip`; None: without.
         options: those of the exchange, with the defaults.
 
     Raises:

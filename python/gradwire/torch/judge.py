@@ -8,7 +8,7 @@ import logging
 import types
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,9 @@ _AVERAGING = (
 
 # Those whose updates are not proportional to "lr": a minimum with another rate, or only the first step's size.
 _BOUNDED_RATE = (torch.optim.Adafactor, torch.optim.Rprop, torch.optim.ASGD)
+
+# Options of a parameter group that hardly decide how far its parameters move.
+_NO_SPEED = frozenset({"params", "param_names", "name", "initial_lr", "weight_decay"})
 
 # A trial takes so many steps, because some optimisers normalise only after the first few (RAdam after five).
 _STEPS = 12
@@ -126,13 +129,21 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def group_numbers(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]) -> list[int]:
-    """Return the number of the group in which an optimiser has each of these parameters."""
+    """Return for each parameter the number of its group, the same for groups that move equally fast; -1: none."""
+    speeds = [_speed_of(group) for group in optimizer.param_groups]
     numbers = {
-        param: number
-        for number, group in enumerate(optimizer.param_groups)
+        param: speeds.index(speed)
+        for group, speed in zip(optimizer.param_groups, speeds, strict=True)
         for param in group["params"]
     }
-    return [numbers[param] for param in params]
+    return [numbers.get(param, -1) for param in params]
+
+
+def _speed_of(group: Mapping[str, Any]) -> dict[str, str]:
+    """Return all options of a group that may decide how far its parameters move."""
+    # A warm-up may have set the rates of all groups to zero already; then the initial ones tell them apart.
+    options = {**group, "lr": group.get("initial_lr", group.get("lr"))}
+    return {name: repr(value) for name, value in options.items() if name not in _NO_SPEED}
 
 
 def _describe(judgement: Judgement) -> str:

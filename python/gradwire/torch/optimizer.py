@@ -600,7 +600,10 @@ class SharedOptimizer(torch.optim.Optimizer):
             self.result = hand_over(before, *memory)
         own = self._values()
         extended = extend(every)
-        take_over(extended, before, [staging.mark_constants() for staging in added])
+        # Of the former only the shapes are asked for.
+        arrays = [staging.source for staging in self._params]
+        arrays += [staging.mark_constants() for staging in added]
+        take_over(extended, before, arrays, len(added))
         self._params += added
         self.exchange = extended
         self._local = own

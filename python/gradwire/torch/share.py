@@ -54,7 +54,7 @@ def share(
 
     Args:
         model: the model; DistributedDataParallel and ``torch.compile`` may wrap it.
-        optimizer: of the model's parameters, at the learning rate for one machine's gradients averaged over all.
+        optimizer: of the model's parameters, with the learning rate that DistributedDataParallel would use.
         node: a node to use, which the caller closes; None: one from the environment, closed with the optimiser.
         density: share of the elements that a message has; None: 0.01, or 0.05 with an adaptive optimiser or from
             ``every=15`` on, for n < 2,000,000 elements sqrt(2e6 / n) times as many, up to 0.08. Or by pattern of the
@@ -65,7 +65,7 @@ def share(
             False: they begin with an empty one, in a third of the time.
         process_group: the ranks of this machine, whose gradients DistributedDataParallel averages already.
         shakeup: periodic messages with a smaller threshold, see `ShakeUp`; None: without.
-        clip: periodic clipping of the residual, see `ResidualClip`; None: nothing is ever cut off.
+        clip: periodic clipping of the residual, see `ResidualClip`; None: without.
         options: see `ExchangeOptions`: such as ``mode="async"`` or ``every=15, overlap=4``. The model holds this node's
             residual by default (``apply_residual``), from 15 local steps on ``outer_momentum`` is 0.5, and a
             synchronous step waits for stragglers: after ``timeout_s`` a log entry names the node that all wait for.
