@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import pickle
 from pathlib import Path
@@ -12,10 +13,10 @@ import numpy as np
 import pytest
 
 import gradwire as gw
-from gradwire.coprocessor import Host
+from gradwire.coprocessor import SGD, Host
 
 from . import test_coprocessor
-from .test_coprocessor import Cluster
+from .test_coprocessor import Cluster, flat, gradients, reach
 
 cluster = test_coprocessor.cluster
 
@@ -120,3 +121,36 @@ def test_a_checkpoint_with_other_numbers_is_refused(
     (tmp_path / "file").write_bytes(content)
     with pytest.raises(ValueError, match="file is no checkpoint of a host"):
         cluster.host(path=tmp_path / "file")
+
+
+def test_a_host_whose_step_was_interrupted_goes_on_from_its_checkpoint_only(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "host"
+    host = cluster.host(name="model", path=path)
+    worker = cluster.worker(host)
+    for gradient in itertools.islice(gradients(2), 2):
+        worker.send(gradient)
+        reach(host, host.version + 1)
+    host.save()
+    params = flat(host.params)
+    apply = SGD.apply
+
+    def interrupted(self: SGD, messages: Any, params: Any) -> None:
+        apply(self, messages, params)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SGD, "apply", interrupted)
+    worker.send(next(gradients(7)))
+    with pytest.raises(KeyboardInterrupt):
+        reach(host, 3)
+    monkeypatch.setattr(SGD, "apply", apply)
+    for call in (host.step, host.save, host.finish):
+        with pytest.raises(gw.GradwireError, match="step 3 of the descent was interrupted"):
+            call()
+    with pytest.raises(TimeoutError):
+        gw.HostedModel.attach("model").snapshot(0.05)
+    host.close()
+    again = cluster.host(path=path)
+    assert again.version == 2
+    np.testing.assert_array_equal(flat(again.params), params)

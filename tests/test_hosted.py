@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,28 @@ def test_a_snapshot_gives_up_when_the_host_does_not_finish_writing() -> None:
 
 
 @pytest.mark.torch
+def test_what_an_interrupted_write_leaves_is_no_version() -> None:
+    with HostedModel("model", arrays(1.0)) as host, HostedModel.attach("model") as reader:
+        with suppress(ValueError), host.writing():
+            host.params[0][...] = 2.0
+            raise ValueError("half")
+        with pytest.raises(TimeoutError):
+            reader.snapshot(0.05)
+        host.params[0][...] = 0.0
+        assert host.update(arrays(3.0)) == 1
+        snapshot = reader.snapshot()
+        assert snapshot.version == 1
+        assert all((array == 3.0).all() for array in snapshot.params)
+
+
+def test_a_write_within_a_write_is_refused() -> None:
+    with HostedModel("model", arrays(1.0)) as host:
+        with host.writing(), pytest.raises(gw.GradwireError, match="inside writing"):
+            host.update(arrays(2.0))
+        assert host.version == 1
+        assert host.update(arrays(2.0)) == 2
+
+
 def test_tensors_that_require_grad_can_be_hosted() -> None:
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     layer = torch.nn.Linear(3, 2)

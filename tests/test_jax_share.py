@@ -136,6 +136,40 @@ def test_parameters_that_were_restored_stay(at: int, ranks: tuple[int, ...]) -> 
         np.testing.assert_allclose(params["bias"], share * np.arange(2.0), atol=1e-3)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: optax.multi_transform({"all": optax.adam(1e-3)}, lambda _: "all"),
+        lambda: optax.named_chain(("first", optax.clip(1.0)), ("second", optax.adamw(1e-3))),
+    ],
+    ids=["multi_transform", "named_chain"],
+)
+def test_an_adaptive_optimizer_is_found_inside_others(make: Any) -> None:
+    params = {"weights": jax.numpy.zeros(3_000_000)}
+    with gradwire.jax.share(make()) as optimizer:
+        optimizer.init(params)
+        [encoder] = optimizer.init.__self__._training.exchange._groups.encoders
+        assert encoder.policy.density == 0.05
+
+
+def test_what_cannot_be_shared_is_refused_and_ends_no_training() -> None:
+    params = {"head": {"kernel": jax.numpy.ones(6)}}
+    gradients = jax.tree.map(jax.numpy.ones_like, params)
+    with gradwire.jax.share(optax.sgd(0.5)) as optimizer:
+        state = optimizer.init(params)
+        _, state = optimizer.update(gradients, state, params)
+        for call in (jax.eval_shape, lambda init, tree: jax.jit(init)(tree)):
+            with pytest.raises(TypeError, match=r"outside jax\.jit"):
+                call(optimizer.init, params)
+        with pytest.raises(TypeError, match="head/kernel is bfloat16"):
+            optimizer.init(jax.tree.map(lambda leaf: leaf.astype("bfloat16"), params))
+        with pytest.raises(TypeError, match=r"put share around optax\.MultiSteps"):
+            jax.jit(optimizer.update)(gradients, state, params)
+        updates, _ = optimizer.update(gradients, state, params)
+        assert optimizer.result.step == 1
+        assert float(updates["head"]["kernel"][0]) < 0.0
+
+
 def test_wrong_use_is_refused() -> None:
     with pytest.raises(ValueError, match="update_scale"):
         gradwire.jax.share(optax.sgd(0.1), update_scale=-1.0)

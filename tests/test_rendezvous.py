@@ -451,6 +451,29 @@ def test_a_name_that_is_not_known_yet_is_waited_for(
     assert caplog.text.count("is not known yet") == 1
 
 
+@pytest.mark.parametrize("peers", ["10.0.0.7", "trainer-0", "::1", "10.0.0.1:1 b"])
+def test_a_peer_without_a_port_is_refused_at_once(
+    peers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = names(monkeypatch, "10.0.0.1")
+    options = {**options_of({rendezvous.PEERS: peers}), "bind": "127.0.0.1:0"}
+    assert set(asked) <= {"10.0.0.1"}
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"host:port|\[host\]:port"):
+        gw.Node(secret=bytes(range(32)), **options)
+
+
+def test_a_comma_at_the_end_is_no_peer() -> None:
+    assert placement({rendezvous.PEERS: "a:1, b:2,"}).peers == ("a:1", "b:2")
+    assert placement({rendezvous.PEERS: ","}).peers is None
+
+
+def test_the_first_host_of_a_list_with_several_ranges() -> None:
+    variables = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}
+    for hosts, first in (("rack[0-1]n[3-4]", "rack0n3"), ("n[1-2]-x[03,5],b", "n1-x03")):
+        assert placement({**variables, "SLURM_STEP_NODELIST": hosts}).seed.startswith(f"{first}:")
+
+
 def test_a_name_that_never_comes_is_named_with_the_variables(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

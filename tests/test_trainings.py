@@ -327,3 +327,13 @@ def test_what_clipping_cuts_off_leaves_the_parameters_too() -> None:
 def test_what_are_no_arrays_is_refused(params: Any) -> None:
     with pytest.raises(TypeError, match=r"list\(params\.values\(\)\)"):
         gw.share(params)
+
+
+def test_an_update_of_another_shape_is_refused_unless_it_is_flat() -> None:
+    with gw.Node("127.0.0.1:0", secret=bytes(range(32))) as node:
+        params = [np.zeros((3, 4), np.float32), np.zeros((), np.float32)]
+        with gw.share(params, node=node, density=0.5) as shared:
+            with pytest.raises(ValueError, match=r"shape \(4, 3\), the parameters' has \(3, 4\)"):
+                shared.step([np.ones((4, 3), np.float32), np.ones((), np.float32)])
+            shared.step([np.ones(12, np.float32), np.ones(1, np.float32)])
+            assert (params[0] == 1.0).all()

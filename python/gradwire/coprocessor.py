@@ -274,7 +274,9 @@ class Host(AbstractContextManager["Host"]):
         self.threshold = threshold
         self.version = 0
         self.refused = 0
-        self._optimizer = optimizer
+        self._optimizer: Any = (
+            optimizer  # None while a step is applied, and if that was interrupted
+        )
         own_bytes = slice_bytes_of(node, _WHO)
         self._path = None if path is None else Path(path)
         self._runs: dict[int, _Run] = {}
@@ -306,21 +308,34 @@ class Host(AbstractContextManager["Host"]):
         Raises:
             NonFiniteUpdate: the parameters are no longer finite, so their change cannot be sent.
             OSError: the checkpoint cannot be written.
+            GradwireError: the optimiser has raised an error in an earlier step.
         """
+        optimizer = self._whole_optimizer()
         end_s = time.monotonic() + timeout_s
         is_due = self._receive(0.0)
         while not is_due and (left_s := end_s - time.monotonic()) > 0.0:
             self._answer()
             is_due = self._receive(min(left_s, _TICK_S))
         if is_due:
+            self._optimizer = None
             with nullcontext() if self._model is None else self._model.writing():
-                self._optimizer.apply(self._batch, self.params)
+                optimizer.apply(self._batch, self.params)
+            self._optimizer = optimizer
             self._batch.clear()
             self.version += 1
             if self._path is None or self.version % self.save_every == 0:
                 self.save()
         self._answer()
         return is_due
+
+    def _whole_optimizer(self) -> Any:
+        """Return the optimiser; raise `GradwireError` if only a part of the parameters may have its last step."""
+        if self._optimizer is None:
+            raise GradwireError(
+                f"step {self.version + 1} of the descent was interrupted, so a part of the parameters may have it: "
+                "start the host again, from its checkpoint"
+            )
+        return self._optimizer
 
     def _receive(self, timeout_s: float) -> bool:
         """Take messages until the batch is complete, and return whether it is."""
@@ -427,11 +442,12 @@ class Host(AbstractContextManager["Host"]):
 
     def save(self) -> None:
         """Write the checkpoint now. The old one is replaced only when the new one is on the disk."""
+        optimizer = self._whole_optimizer()
         if self._path is not None:
             arrays = {
                 "params": self.params,
                 "batch": [np.frombuffer(bytes(message), np.uint8) for message in self._batch],
-                **self._optimizer.state_dict(),
+                **optimizer.state_dict(),
             }
             document = {
                 "format": _FORMAT,

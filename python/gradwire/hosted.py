@@ -75,6 +75,8 @@ class HostedModel:
     """
 
     def __init__(self, name: str, params: Any, *, version: int = 0) -> None:
+        if not isinstance(version, int) or not 0 <= version < 2**62:
+            raise ValueError(f"version is {version!r}, must be a number from 0 on")
         path = path_of("model", name)
         initial = _views(params)
         lock = create_locked(path, f"hosts a model {name!r}")
@@ -128,6 +130,7 @@ class HostedModel:
         self._sequence = file.words[:1]
         self._finished = file.words[1:2]
         self._ignores_readers = False
+        self._is_writing = False
 
     @property
     def version(self) -> int:
@@ -148,24 +151,29 @@ class HostedModel:
     def writing(self) -> Iterator[_Arrays]:
         """Return a context in which the host changes ``params`` in place; snapshots wait until it ends.
 
-        It begins after the snapshots of other processes that have found no time to copy.
+        It begins after the snapshots of other processes that have found no time to copy. If it ends with an error, what
+        it has written is no version: snapshots wait for the next one.
 
         Raises:
-            GradwireError: this process does not host the model, or has closed it.
+            GradwireError: this process does not host the model, or has closed it, or is writing already.
         """
         self._check_hosting()
+        if self._is_writing:
+            raise GradwireError("writing() or update() inside writing(): change params there")
         # A host that only writes leaves no time to copy between two versions.
         end_s = time.monotonic() + (0.0 if self._ignores_readers else _READERS_S)
         while (has_waiting := self._file.has_waiting) and time.monotonic() < end_s:
             time.sleep(_RETRY_S)
         self._ignores_readers = has_waiting
-        self._sequence += 1
+        self._is_writing = True
+        self._sequence |= 1
         fence()
         try:
             yield self.params
         finally:
-            fence()
-            self._sequence += 1
+            self._is_writing = False
+        fence()
+        self._sequence += 1
 
     def _check_hosting(self) -> None:
         if self._process != os.getpid() or not self._file.is_live:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -185,17 +185,25 @@ class _SharedUpdates:
         """Begin a training with these parameters; the one before has ended."""
         import jax
 
-        self.close()
-        paths, self._tree = jax.tree_util.tree_flatten_with_path(params)
+        paths, tree = jax.tree_util.tree_flatten_with_path(params)
+        names = ["/".join(map(_key_of, path)) for path, _ in paths]
+        _check_leaves("init", paths)
         leaves = [leaf for _, leaf in paths]
-        self._leaves = [np.array(leaf) for leaf in leaves]
+        for name, dtype in zip(names, map(jax.numpy.result_type, leaves), strict=True):
+            if dtype not in (np.float32, np.float64):
+                raise TypeError(
+                    f"{name} is {dtype}: parameters must be float32 or float64; keep a master copy, and convert it for "
+                    "the computation"
+                )
         inner = self._optimizer.init(params)
+        self.close()
+        self._tree = tree
+        self._leaves = [np.array(leaf) for leaf in leaves]
         self._is_adaptive = _has_any(_SQUARES, inner)
         self._momentum = _MOMENTUM if self._is_adaptive and _has_any(_MEANS, inner) else 0.0
         has_factor = self._is_adaptive if self._scale == "auto" else self._scale != 1.0
         decay = _Decay(self._optimizer, params) if has_factor else None
         self._decay = decay if decay is not None and decay.is_apart() else None
-        names = ["/".join(map(_key_of, path)) for path, _ in paths]
         named = list(zip(names, self._leaves, strict=True))
         self._training = training = self._begin(named, is_adaptive=self._is_adaptive)
         training.end_with(self)
@@ -225,6 +233,7 @@ class _SharedUpdates:
                 "update needs the parameters: optimizer.update(gradients, state, params)"
             )
         exchange = self._opened().exchange
+        _check_leaves("update", jax.tree_util.tree_flatten_with_path((updates, params))[0])
         if not self._has_joined:
             self.join()
         before = [np.asarray(leaf) for leaf in jax.tree.leaves(params)]
@@ -369,6 +378,17 @@ def _key_of(part: Any) -> str:
     return str(next((name for name in names if name is not None), part))
 
 
+def _check_leaves(call: str, paths: Sequence[Any]) -> None:
+    """Raise `TypeError` inside a traced function: it would run once, and never exchange anything again."""
+    import jax
+
+    if any(isinstance(leaf, jax.core.Tracer) for _, leaf in paths):
+        raise TypeError(
+            f"{call} of gradwire.jax.share exchanges messages, so it cannot be traced: call it outside jax.jit and "
+            "jax.eval_shape, and put share around optax.MultiSteps and optax.apply_if_finite, not inside them"
+        )
+
+
 def _copies(arrays: Sequence[Any]) -> list[Any]:
     return [np.array(array) for array in arrays]
 
@@ -386,6 +406,8 @@ def _is_close(array: Any, expected: Any) -> bool:
 
 def _has_any(names: set[str], state: Any) -> bool:
     """Return whether a part of an optimiser's state has a field of one of these names."""
+    if isinstance(state, Mapping):  # as of optax.multi_transform
+        return any(_has_any(names, part) for part in state.values())
     if not isinstance(state, (tuple, list)):
         return hasattr(state, "inner_state") and _has_any(names, state.inner_state)
     is_here = bool(names & set(getattr(state, "_fields", ())))

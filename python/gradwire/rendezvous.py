@@ -43,6 +43,9 @@ _OTHER_RANKS = (
     *("MV2_COMM_WORLD_RANK", "JSM_NAMESPACE_RANK"),
 )
 
+# Of a node: "host:port", with brackets around an IPv6 host.
+_ADDRESS = re.compile(r"(\[[^\]]+\]|[^:\[\]]+):\d+")
+
 _LOG = logging.getLogger(__name__)
 
 
@@ -147,6 +150,8 @@ def await_names(place: Placement, options: dict[str, Any]) -> dict[str, Any]:
 
 def _family_of(address: str, wait_s: float) -> int:
     """Return the address family of a "host:port", IPv4 if it has both, or if there is no time to wait for it."""
+    if not _ADDRESS.fullmatch(address):
+        return socket.AF_INET  # the node says what is wrong
     host = address.rpartition(":")[0].strip("[]")
     deadline_s = time.monotonic() + wait_s
     has_warned = False
@@ -194,7 +199,7 @@ def placement(environ: Mapping[str, str] | None = None) -> Placement:
     options = {
         **vars(launched),
         "bind": variables.get(BIND) or None,
-        "peers": tuple(re.split(r"[,\s]+", peers.strip())) if peers and peers.strip() else None,
+        "peers": tuple(filter(None, re.split(r"[,\s]+", peers or ""))) or None,
         "min_peers": _number(variables, MIN_PEERS) if variables.get(MIN_PEERS) else None,
     }
     return Placement(**options)
@@ -356,6 +361,10 @@ def _check(place: Placement) -> None:
         raise ValueError(
             f"{source}: rank {place.rank} of {place.size} processes: ranks are 0 to {place.size - 1}"
         )
+    if place.local_size < 1:
+        raise ValueError(
+            f"{source}: {place.local_size} processes on this machine: there is one at least"
+        )
     if place.local_size > place.size:
         raise ValueError(
             f"{source}: {place.local_size} processes on this machine, but {place.size} in all"
@@ -384,11 +393,11 @@ def _port_of(run: str) -> int:
 def _first_host(hosts: str) -> str:
     """Return the first host of SLURM's compressed list, such as "gpu[003-007,9],cpu1".
 
-    >>> _first_host("gpu[003-007,9],cpu1"), _first_host("a,b")
-    ('gpu003', 'a')
+    >>> _first_host("gpu[003-007,9],cpu1"), _first_host("a,b"), _first_host("rack[0-1]n[3-4]")
+    ('gpu003', 'a', 'rack0n3')
     """
-    match = re.match(r"([^,\[]*)(?:\[(\w+)[^\]]*\]([^,\[]*))?", hosts)
-    return "".join(part or "" for part in match.groups()) if match else ""
+    match = re.match(r"(?:[^,\[]|\[[^\]]*\])*", hosts)
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match[0]) if match else ""
 
 
 def _task_counts(tasks: str) -> list[int]:

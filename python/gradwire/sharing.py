@@ -268,9 +268,11 @@ class SharedArrays(NotCopied, instead="save its state_dict()"):
                 float32, float64 or float16, where the parameters are; not modified.
 
         Raises:
+            ValueError: an array has another shape than the parameters', and is not flat.
             NonFiniteUpdate, TimeoutError, PeerLost, Mismatch, Closed: as ``Exchange.join`` and ``Exchange.step``.
         """
         self._check_open()
+        _check_update(update, self.params)
         if not self._has_joined:
             self.join()
         self.result = self.exchange.step(update, self.params)
@@ -404,6 +406,18 @@ def check_shapes(saved: Sequence[Any], params: Sequence[Any]) -> None:
     shapes = [[list(array.shape) for array in arrays] for arrays in (saved, params)]
     if shapes[0] != shapes[1]:
         raise ValueError(f"the state is of arrays of shapes {shapes[0]}, these have {shapes[1]}")
+
+
+def _check_update(update: Any, params: Any) -> None:
+    """Raise `ValueError` for an array of another shape: a transposed one has as many elements, in another order."""
+    arrays = [each if isinstance(each, (list, tuple)) else [each] for each in (update, params)]
+    # The exchange compares the numbers of arrays and of elements.
+    for index, (given, param) in enumerate(zip(*arrays, strict=False)):
+        here, there = tuple(np.shape(param)), tuple(np.shape(given))
+        if here != there and min(len(here), len(there)) > 1:
+            raise ValueError(
+                f"array {index} of the update has shape {there}, the parameters' has {here}: give it that, or flat"
+            )
 
 
 def _groups_for(

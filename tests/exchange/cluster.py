@@ -21,7 +21,7 @@ import pytest
 from numpy.typing import NDArray
 
 from gradwire import Exchange, clock
-from gradwire.errors import NotConnected, TooLarge, WouldBlock
+from gradwire.errors import NotConnected, WouldBlock
 from gradwire.exchange.protocol import TAG_NUMBERS
 from gradwire.transport import Peer, PeerJoined, PeerLost, Received, Stats
 
@@ -137,6 +137,7 @@ class _Worker:
 
     def _run(self, work: Callable[[], Any]) -> None:
         self.baton.acquire()
+        self.node.cluster._by_thread[threading.get_ident()] = self
         try:
             self.result = work()
         except Killed:
@@ -144,15 +145,7 @@ class _Worker:
         except BaseException as error:  # told to the test
             self.error = error
         self.is_done = True
-        self.node.cluster.give_back()
-
-    @property
-    def is_ready(self) -> bool:
-        node = self.node
-        waits = self.computes or not node.inbox
-        if node.is_dead:
-            return True
-        return not waits or node.cluster.now_s >= self.until_s
+        self.node.cluster.hand_over(self)
 
 
 class Cluster:
@@ -173,7 +166,12 @@ class Cluster:
         # The same in the order in which one is drawn.
         self._order: list[tuple[tuple[Peer, Peer], deque[Any]]] = []
         self._workers: list[_Worker] = []
-        self._scheduler = _taken_lock()
+        self._by_thread: dict[int, _Worker] = {}
+        self._running: list[_Worker] = []  # those that are not done
+        self._scheduler = _taken_lock()  # of the thread that calls `run`
+        self._until: Callable[[], bool] = bool
+        self._turns_left = 0
+        self._failure: BaseException | None = None
         self._incarnations = itertools.count(1)
         self._turns = 0
         self._plans: dict[int, list[Callable[[], None]]] = {}
@@ -219,6 +217,7 @@ class Cluster:
         """Let a worker use a node; ``work`` runs in turns with the others'."""
         worker = _Worker(node, work)
         self._workers.append(worker)
+        self._running.append(worker)
         worker.thread.start()
         return worker
 
@@ -228,10 +227,14 @@ class Cluster:
 
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
         """Let everything happen until all workers are done; raise what one of them raised."""
-        for _ in range(TURNS_MAX):
-            if until() or not self._turn():
-                return
-        raise AssertionError(f"not finished after {TURNS_MAX} turns, at {self.now_s:.1f} s")
+        self._until = until
+        self._turns_left = TURNS_MAX
+        self.hand_over()
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+        if not self._turns_left:
+            raise AssertionError(f"not finished after {TURNS_MAX} turns, at {self.now_s:.1f} s")
 
     # ---- what nodes ask for ------------------------------------------------------------------------------------------
 
@@ -247,19 +250,17 @@ class Cluster:
         self.rest(node, self.now_s + seconds, computes=True)
 
     def rest(self, node: FakeNode, until_s: float, *, computes: bool = False) -> None:
-        """Give the baton to the scheduler; it comes back when there is something to do or the time is over."""
-        for worker in self._workers:
-            if worker.thread is threading.current_thread():
-                worker.until_s, worker.computes = until_s, computes
-                self._scheduler.release()
-                worker.baton.acquire()
+        """Let others go on; return when there is something to do or the time is over."""
+        worker = self._by_thread.get(threading.get_ident())
+        if worker is not None:
+            worker.until_s, worker.computes = until_s, computes
+            self.hand_over(worker)
         if node.is_dead:
             raise Killed
 
     def repeat(self, work: Callable[[], float | None]) -> None:
         """Call ``work`` beside the worker that asks for it, as ``clock.repeat`` does in a thread."""
-        current = threading.current_thread()
-        [node] = [worker.node for worker in self._workers if worker.thread is current]
+        node = self._by_thread[threading.get_ident()].node
 
         def run() -> None:
             while (pause_s := work()) is not None:
@@ -267,36 +268,70 @@ class Cluster:
 
         self.start(node, run)
 
-    def give_back(self) -> None:
-        self._scheduler.release()
-
     # ---- the scheduler -----------------------------------------------------------------------------------------------
 
-    def _turn(self) -> bool:
-        self._turns += 1
-        for planned in self._plans.pop(self._turns, []):
-            planned()
-        running = [worker for worker in self._workers if not worker.is_done]
-        if not running:
-            return False
-        going = [worker for worker in running if worker.node not in self.stopped]
-        ready = [worker for worker in going if worker.is_ready]
-        links = [key for key, queue in self._order if queue and key not in self.slow_links]
-        if not ready and not links:
-            self.now_s = min((worker.until_s for worker in going), default=self.now_s)
-            return True
-        chosen = self.random.randrange(len(ready) + len(links))
-        if chosen < len(ready):
-            self._resume(ready[chosen])
-        else:
-            self._deliver(*links[chosen - len(ready)])
-        return True
+    def hand_over(self, worker: _Worker | None = None) -> None:
+        """Let the next worker go on, and wait until it is the caller's turn again, if it rests.
 
-    def _resume(self, worker: _Worker) -> None:
-        worker.baton.release()
-        assert self._scheduler.acquire(timeout=60), "a worker neither rests nor ends"
-        if worker.is_done and worker.error is not None:
-            raise worker.error
+        There is no thread between the workers: whoever rests chooses the next one, which is often itself.
+
+        Args:
+            worker: that rests or is done; None: the test, whose turn comes when nobody else's does.
+        """
+        following = None
+        try:
+            if worker is not None and worker.is_done:
+                self._running.remove(worker)
+                del self._by_thread[threading.get_ident()]
+                if worker.error is not None:
+                    raise worker.error
+            following = self._next()
+        except BaseException as error:  # told to the test
+            self._failure = error
+        if following is worker:
+            return
+        (self._scheduler if following is None else following.baton).release()
+        if worker is None:
+            self._wait_for_turn()
+        elif not worker.is_done:
+            worker.baton.acquire()
+
+    def _wait_for_turn(self) -> None:
+        """Wait until no worker goes on."""
+        turns = -1
+        while not self._scheduler.acquire(timeout=60):
+            assert turns != self._turns, "a worker neither rests nor ends"
+            turns = self._turns
+
+    def _next(self) -> _Worker | None:
+        """Let messages arrive and time pass until it is a worker's turn; None: it is the test's."""
+        while self._turns_left and not self._until():
+            self._turns_left -= 1
+            self._turns += 1
+            for planned in self._plans.pop(self._turns, ()):
+                planned()
+            if not self._running:
+                return None
+            going = self._running
+            if self.stopped:
+                going = [each for each in going if each.node not in self.stopped]
+            ready = [each for each in going if self._is_ready(each)]
+            links = [key for key, queue in self._order if queue]
+            if self.slow_links:
+                links = [key for key in links if key not in self.slow_links]
+            if not ready and not links:
+                self.now_s = min([each.until_s for each in going], default=self.now_s)
+                continue
+            chosen = self.random.randrange(len(ready) + len(links))
+            if chosen < len(ready):
+                return ready[chosen]
+            self._deliver(*links[chosen - len(ready)])
+        return None
+
+    def _is_ready(self, worker: _Worker) -> bool:
+        node = worker.node
+        has_news = bool(node.inbox) and not worker.computes
+        return has_news or self.now_s >= worker.until_s or node.is_dead
 
     def _deliver(self, sender: Peer, receiver: Peer) -> None:
         one = self._links[sender, receiver].popleft()
@@ -365,15 +400,3 @@ def train_with_a_pause(
             interruptions += 1
     assert interruptions == (1 if rank == 0 else 0), "the example must interrupt a step"
     return interruptions
-
-
-def refuse_updates(node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a node's updates be larger than its limit."""
-    publish = node.publish
-
-    def refuse(buffer: Any, tag: int = 0, to: Peer | None = None) -> FakeTicket:
-        if tag < TAG_NUMBERS:
-            raise TooLarge("limit")
-        return publish(buffer, tag, to)
-
-    monkeypatch.setattr(node, "publish", refuse)

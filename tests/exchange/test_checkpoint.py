@@ -169,6 +169,7 @@ def test_states_that_do_not_belong_together_are_refused() -> None:
         ([good[0], *states_of([[0.0, 0.0]])], "different steps or models"),
         ([{**good[0], "local_steps": 2}], "2 local steps"),
         ([{**good[0], "format": 99}], "format 99"),
+        ([{"exchange": good[0]}], r'give state\["exchange"\]'),
     ):
         with pytest.raises(ValueError, match=complaint):
             redistribute(bad, 1)

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 import gradwire as gw
-from gradwire.exchange import Group, Groups, StepResult
+from gradwire.exchange import Group, Groups, StepResult, join
 from gradwire.exchange.metrics import ResidualMonitor
 from gradwire.exchange.protocol import TAG_NUMBERS, Hello, Kind, Phase, run_of, tag_of
 
 from ..seeds import seeds
-from .cluster import Cluster, FakeNode, cluster
+from .cluster import Cluster, FakeNode, cluster, run_cluster
 from .test_membership import NUMEL, THRESHOLD, Trainer, assert_identical, update
 
 FEW_S = 5.0
@@ -459,3 +459,58 @@ def test_a_residual_that_grows_beyond_the_first_steps_is_warned_of_once(
             groups.encoders[0].residual[:] = 1.02 ** min(step, last)
             watch.add(StepResult(step=step, density=density), groups)
         assert caplog.text.count("the residual has grown for 50 steps") == warnings
+
+
+def test_a_node_that_prepares_for_long_before_it_joins_asks_for_a_later_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What has come meanwhile is more than it may keep, and older than the snapshot."""
+    monkeypatch.setattr(join, "_KEPT_BYTES", 2_000)
+    monkeypatch.setattr(join, "_KEPT_FACTOR", 0)
+
+    def train(node: FakeNode, rank: int) -> Any:
+        share = gw.Exchange(gw.Encoder(50, 0.1), node, min_peers=1, timeout_s=20.0)
+        params = np.zeros(50, np.float32)
+        if rank == 2:
+            node.cluster.compute(node, 30.0)
+        else:
+            share.join(params)
+        while share.next_step < 100:
+            share.step(np.full(50, 0.01, np.float32), params)
+            node.cluster.compute(node, 1.0)
+        return params
+
+    first, *others = run_cluster(train, count=3, seed=5)
+    assert all(first.tobytes() == other.tobytes() for other in others)
+
+
+@pytest.mark.parametrize("topology", ["mesh", "sharded"])
+@pytest.mark.parametrize("ends", ["killed", "left"])
+def test_a_last_update_that_nobody_has_is_an_error(ends: str, topology: Any) -> None:
+    with cluster(2) as made:
+        nodes = [made.node(10), made.node(20)]
+
+        def train(rank: int) -> Any:
+            share = gw.Exchange(
+                gw.Encoder(50, 0.1), nodes[rank], min_peers=1, timeout_s=20.0, topology=topology
+            )
+            params = np.zeros(50, np.float32)
+            for _ in range(4):
+                share.step(np.full(50, 0.01, np.float32), params)
+            if rank == 0:
+                made.compute(nodes[0], 5.0)  # the other one waits in its last step
+                if ends == "killed":
+                    made.kill(nodes[0])
+                    made.compute(nodes[0], 0.0)
+            try:
+                share.leave(params)
+            except gw.PeerLost as error:
+                return str(error)
+            return ""
+
+        workers = [
+            made.start(node, lambda rank=rank: train(rank)) for rank, node in enumerate(nodes)
+        ]
+        made.run()
+    is_told = "lost before it had this node's last update" in workers[1].result
+    assert is_told == (ends == "killed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,7 @@ pytestmark = [pytest.mark.spark, pytest.mark.torch]
 pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("fsspec", reason="fsspec is not installed")
 
+from gradwire.spark import checkpoints  # noqa: E402
 from gradwire.spark.checkpoints import Checkpoints, Position  # noqa: E402
 
 
@@ -34,7 +36,14 @@ def test_a_complete_epoch_is_complete_for_any_number_of_workers() -> None:
         assert Position(2, 10, 32).steps_done(steps, step_rows) <= 3 * steps
 
 
-def test_the_position_is_read_as_it_was_written(tmp_path: Path) -> None:
+def interrupted(_value: Any, file: Any) -> None:
+    file.write("{")
+    raise KeyboardInterrupt
+
+
+def test_the_position_is_read_as_it_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = f"file://{tmp_path}/fit"
     state = {"model": {}, "optimizer": {"gradwire": 1, "lr": 2}, "attempt": {"losses": [1.0]}}
     written = Checkpoints(folder, None, 5)
@@ -44,6 +53,11 @@ def test_the_position_is_read_as_it_was_written(tmp_path: Path) -> None:
     position, read = written.read(1, 2)
     assert position == Position(1, 2, 32, 1)
     assert (read["rank"], read["attempt"]) == (1, {"losses": [1.0]})
+    monkeypatch.setattr(checkpoints.json, "dump", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        written.finish(14, 2, Position(1, 4, 32, 1))
+    monkeypatch.undo()
+    assert written.read(1, 2)[0] == Position(1, 2, 32, 1), "the earlier one is still whole"
     position, read = Checkpoints(None, folder, 5).read(2, 3)
     assert position == Position(1, 2, 32, 1), "another fit begins with the epoch that it is in"
     assert (read["rank"], read["optimizer"], "attempt" in read) == (0, {"lr": 2}, False)

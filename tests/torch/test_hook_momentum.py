@@ -106,9 +106,10 @@ def spoil(rank: int, spoils: bool, options: dict[str, Any]) -> Any:
     return *training.accounted, velocity(training.state)
 
 
-def train_with_scaler(rank: int) -> Any:
+def train_with_scaler(rank: int, warmup_steps: int) -> Any:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
-    training = Training(rank, scaler=scaler, momentum=MOMENTUM, factor_masking=False)
+    options = {"momentum": MOMENTUM, "factor_masking": False, "warmup_steps": warmup_steps}
+    training = Training(rank, scaler=scaler, **options)
     for step in range(STEPS):
         training.optimizer.zero_grad()
         scaler.scale(training.ddp(inputs(rank, step))).backward()
@@ -118,8 +119,9 @@ def train_with_scaler(rank: int) -> Any:
     return params, left / training.state.state_dict()["scale"]
 
 
-def test_a_changed_loss_scale_rescales_the_momentum(two_ranks: Ranks) -> None:
-    (params, first), (_, second) = two_ranks.run(train_with_scaler)
+@pytest.mark.parametrize("warmup_steps", [0, 1, 6])
+def test_a_changed_loss_scale_rescales_the_momentum(two_ranks: Ranks, warmup_steps: int) -> None:
+    (params, first), (_, second) = two_ranks.run(train_with_scaler, warmup_steps)
     assert torch.equal(-2.0 * params + first + second, put_in())
 
 

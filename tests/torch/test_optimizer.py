@@ -301,6 +301,33 @@ def test_a_scaler_changes_nothing_while_all_is_finite(alone: gw.Node, name: str)
     torch.testing.assert_close(flat(net), flat(plain), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["SGD", "fused Adam"])
+@pytest.mark.parametrize("is_infinite", [False, True])
+def test_a_step_of_a_scaler_that_raises_leaves_nothing_for_the_next_step(
+    alone: gw.Node, name: str, is_infinite: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = model()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = shared(net, alone, OPTIMIZERS[name], min_peers=0)
+    train(net, optimizer, 0, range(2))
+
+    def raises(*_: Any) -> None:
+        raise TimeoutError("late")
+
+    scaler.scale(loss_of(net, 0, 2)).backward()
+    if is_infinite:
+        next(net.parameters()).grad[0, 0] = float("inf")
+    monkeypatch.setattr(optimizer.exchange, "step_moved", raises)
+    with pytest.raises(TimeoutError, match="late"):
+        scaler.step(optimizer)
+    monkeypatch.undo()
+    assert not {"found_inf", "grad_scale"} & vars(optimizer).keys()
+    optimizer.zero_grad()
+    before = flat(net)
+    train(net, optimizer, 0, range(3, 4))
+    assert (flat(net) - before).abs().max() > 1e-3
+
+
 def test_parameters_that_became_infinite_are_refused_and_restored(alone: gw.Node) -> None:
     net = model()
     optimizer = shared(net, alone, OPTIMIZERS["SGD"], min_peers=0)

@@ -812,6 +812,20 @@ def test_a_closed_optimizer_can_be_saved_and_goes_on_where_it_was() -> None:
         ending.step()
 
 
+def test_an_optimizer_that_is_closed_inside_shared_parameters_leaves_the_shared_ones() -> None:
+    net = model()
+    optimizer = share(net)
+    train(net, optimizer, 0, range(6))
+    with optimizer.shared_parameters():
+        expected = flat(net)
+        optimizer.close()
+        assert same_bits(flat(net), expected)
+    assert optimizer.has_ended
+    assert same_bits(flat(net), expected)
+    with optimizer.shared_parameters():
+        assert same_bits(flat(net), expected)
+
+
 # ---- the step of the training ----------------------------------------------------------------------------------------
 
 

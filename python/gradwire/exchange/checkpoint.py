@@ -163,6 +163,11 @@ def redistribute(
     if not states:
         raise ValueError("there are no states to redistribute")
     for state in states:
+        for name in ("exchange", "gradwire"):
+            if name in state:
+                raise ValueError(
+                    f'a state of gradwire.share has that of its exchange in it: give state["{name}"] of every state'
+                )
         check_format(state, _FORMAT, _WHAT)
         if state["local_steps"]:
             raise ValueError(

@@ -556,6 +556,14 @@ class Departure:
 # ---- this node's own departure ---------------------------------------------------------------------------------------
 
 
+def undelivered(introductions: Introductions, lost: Collection[NodeRun]) -> PeerLost:
+    """Return the error for a last update that nobody has."""
+    return PeerLost(
+        f"{introductions.describe(lost)} was lost before it had this node's last update, and nobody else has it: "
+        "if that node runs, its parameters are others than here"
+    )
+
+
 def deliver(
     router: Router, introductions: Introductions, poll: Callable[[float], None], options: Options
 ) -> None:
@@ -597,10 +605,7 @@ def deliver(
         poll(0.0)  # a node that has finished says so before it closes the connection
     lost = {run for run in lost if not introductions.has_finished(run)}
     if lost and not connected:
-        raise PeerLost(
-            f"{introductions.describe(lost)} was lost before it had this node's last update, and nobody else has it: "
-            "if that node runs, its parameters are others than here"
-        )
+        raise undelivered(introductions, lost)
     if lost:
         _LOG.warning(
             "%s was lost before it had this node's last update", introductions.describe(lost)

@@ -645,19 +645,26 @@ def _updates_between(
 
 
 def _check_kept_updates(membership: Membership, recipient: Recipient) -> None:
-    """Refuse to keep more updates than a snapshot can be worth waiting for.
+    """Keep no more updates than a snapshot can be worth waiting for; where nothing of it has come, ask again later.
 
     Raises:
         TimeoutError: the updates arrive faster than the snapshot.
     """
     streams = [*membership.others.values(), *membership.past.values()]
     kept_bytes = sum(stream.waiting_bytes for stream in streams)
-    if kept_bytes > max(_KEPT_BYTES, _KEPT_FACTOR * recipient.expected_bytes):
+    if kept_bytes <= max(_KEPT_BYTES, _KEPT_FACTOR * recipient.expected_bytes):
+        return
+    if recipient.incoming is not None:
         raise TimeoutError(
             f"{kept_bytes / 1e6:.0f} MB of the members' updates have arrived while this node waits for its "
             f"snapshot ({recipient.progress or 'nothing yet'}): its link does not carry the training; share "
             "with a lower density or a larger every"
         )
+    # They were sent before this node asked, while it did something else: a snapshot of a later step has them.
+    for stream in membership.others.values():
+        stream.forget_waiting()
+    recipient.cancel()
+    recipient.forget()
 
 
 def _can_follow(join: Join) -> bool:

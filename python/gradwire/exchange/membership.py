@@ -147,6 +147,12 @@ class UpdateStream:
             for old in [old for old in kept if old < oldest]:
                 del kept[old]
 
+    def forget_waiting(self) -> None:
+        """Forget the updates that have arrived, as if the next one were the first."""
+        if self.first_received is not None:
+            self.start_at(self.received)
+            self.first_received = self.received
+
     def take_messages(self) -> list[Message]:
         """Return the next update to apply, and advance.
 
@@ -321,7 +327,7 @@ class Membership:
             self.past = {run: kept for run, kept in self.past.items() if kept.kept_until >= step}
 
     def restart_at(self, step: int) -> None:
-        """Begin at a step, before the training; or publish the update of ``step`` again, which was refused."""
+        """Begin at a step, before the training."""
         self.next_step = step
 
     def add_member(self, run: NodeRun, first: int) -> None:
@@ -719,11 +725,7 @@ class Router:
         self.introduce()
 
     def publish_update(self, step: int, payload: list[Any]) -> Ticket | None:
-        """Send this node's update, after what is queued; return None without space, for another try.
-
-        Raises:
-            TooLarge: the transport refuses the size; nothing was sent.
-        """
+        """Send this node's update, after what is queued; return None without space, for another try."""
         self._membership.reach_step(step + 1)
         if self._unsent and not self.flush():
             return None

@@ -9,6 +9,7 @@ from typing import Any
 
 import fsspec
 import torch
+from fsspec.implementations.local import LocalFileSystem
 
 __all__ = ["Checkpoints", "Position", "pack", "unpack"]
 
@@ -80,8 +81,13 @@ class Checkpoints:
         """Make the checkpoint, which all workers have written, the latest; keep it and the one before."""
         files, folder = fsspec.core.url_to_fs(self.folder)
         latest = {"done": done, "workers": workers, "position": asdict(position)}
-        with files.open(f"{folder}/latest.json", "w") as file:
+        # A worker may die while it writes: the old file stays until the new one is whole. Object stores do so anyway.
+        is_local = isinstance(files, LocalFileSystem)
+        path = f"{folder}/latest.json"
+        with files.open(f"{path}.new" if is_local else path, "w") as file:
             json.dump(latest, file)
+        if is_local:
+            files.mv(f"{path}.new", path)
         for old in sorted(files.glob(f"{folder}/step-*"))[:-2]:
             files.rm(old, recursive=True)
 

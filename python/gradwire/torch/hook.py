@@ -373,6 +373,7 @@ class ThresholdState:
             return _all_reduce(self.process_group, buffer)
         if bucket.index() == 0:
             self._finish_warmup_step()
+            self._follow_scale()
         staging = Staging(buffer)
         states = self._parameters.of_bucket(bucket.parameters(), staging.memory.dtype)
         for state, gradient in zip(states, _split(staging.fetch(), states), strict=True):
@@ -446,6 +447,10 @@ class ThresholdState:
         for job in self._jobs:
             job.put_back_messages()
         self._jobs = []
+        self._follow_scale()
+
+    def _follow_scale(self) -> None:
+        """Give velocities and residuals the scale of the gradients that come now."""
         if self.scaler is not None:
             scale = float(self.scaler.get_scale())
             if scale != self._scale:

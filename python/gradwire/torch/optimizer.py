@@ -144,7 +144,6 @@ class SharedOptimizer(torch.optim.Optimizer):
             for time in ("pre", "post"):
                 setattr(self, f"_optimizer_{kind}_{time}_hooks", OrderedDict())
         self.exchange = exchange
-        self.share_state = share_state
         self._scale = update_scale
         if update_scale != 1.0 and judgement is None:
             judgement = judge(optimizer)
@@ -153,6 +152,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         self._extend = extend
         # While the model holds the shared parameters.
         self._set_aside: Values | None = None
+        self._stays_shared = False  # closed inside ``shared_parameters``
         self.result: StepResult | None = None
         params = parameters_of(optimizer)
         named = zip(params, [*names, *[""] * (len(params) - len(names))], strict=True)
@@ -323,7 +323,9 @@ class SharedOptimizer(torch.optim.Optimizer):
         if self._is_closed:
             return
         self._is_closed = True
-        if not has_failed and self._has_joined and self._set_aside is None:
+        if not has_failed and self._has_joined and self._set_aside is not None:
+            self._stays_shared = True
+        elif not has_failed and self._has_joined:
             self.take_returned()
             # Other weights that were copied into the model stay. Within ``shared_parameters``, too, a checkpoint has
             # this node's own parameters.
@@ -376,6 +378,15 @@ class SharedOptimizer(torch.optim.Optimizer):
                 "a step inside shared_parameters() would be lost: train outside, where the model has this node's "
                 "own parameters"
             )
+        try:
+            return self._step(closure)
+        except BaseException:
+            # GradScaler removes them after a step that succeeds, and the next one would take them for its own.
+            for name in ("found_inf", "grad_scale"):
+                self.__dict__.pop(name, None)
+            raise
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         if self._has_no_rate() and dcp_caller("_init_optim_state") is not None:
             return self.optimizer.step()
         self._check_parameters()
@@ -441,10 +452,11 @@ class SharedOptimizer(torch.optim.Optimizer):
         try:
             yield
         finally:
-            self._set_aside = None
-            self._set_values(values)
-            if is_as_left:
-                self._marks.set(self._tensors())
+            if not self._stays_shared:
+                self._set_aside = None
+                self._set_values(values)
+                if is_as_left:
+                    self._marks.set(self._tensors())
 
     def shared_params(self) -> list[torch.Tensor]:
         """Return the parameters that are shared, in the order of ``shared_tensors``."""
