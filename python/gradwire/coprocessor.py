@@ -274,9 +274,7 @@ class Host(AbstractContextManager["Host"]):
         self.threshold = threshold
         self.version = 0
         self.refused = 0
-        self._optimizer: Any = (
-            optimizer  # None while a step is applied, and if that was interrupted
-        )
+        self._optimizer: Any = optimizer  # None while it steps, and after an interrupted step
         own_bytes = slice_bytes_of(node, _WHO)
         self._path = None if path is None else Path(path)
         self._runs: dict[int, _Run] = {}

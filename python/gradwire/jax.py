@@ -63,7 +63,7 @@ def share(
 
     Args:
         optimizer: an optax ``GradientTransformation``.
-        node: a node to use, which the caller closes; None: one from the environment, closed with the transformation.
+        node: for this training alone; the caller closes it. None: one from the environment, closed with the result.
         density: share of the elements that a step sends; None: as in `gradwire.torch.share`, where an optimiser
             without a mean of squares, such as Lion, counts as SGD: give it 0.05. Or by pattern of the
             parameters' paths, such as ``{"head/*": 0.05}``: parameters with a learning rate far above the others', as

@@ -363,7 +363,7 @@ def share(
     Args:
         params: one NumPy array, or a list of arrays: float32 or float64, contiguous, writable; or torch's tensors, also
             on a GPU. Changed in place.
-        node: a node to use, which the caller closes; None: one from the environment, closed with the result.
+        node: for this training alone; the caller closes it. None: one from the environment, closed with the result.
         density: share of the elements that a message has; None: 0.01, or from ``every=15`` on 0.05, for n < 2,000,000
             elements sqrt(2e6 / n) times as many, up to 0.08. Or by pattern of the arrays' numbers, such as
             ``{"1": 0.05}``: arrays whose updates are far larger than the others' need one, and with it a threshold, of

@@ -21,7 +21,7 @@ import pytest
 from numpy.typing import NDArray
 
 from gradwire import Exchange, clock
-from gradwire.errors import NotConnected, WouldBlock
+from gradwire.errors import NotConnected, TooLarge, WouldBlock
 from gradwire.exchange.protocol import TAG_NUMBERS
 from gradwire.transport import Peer, PeerJoined, PeerLost, Received, Stats
 
@@ -400,3 +400,15 @@ def train_with_a_pause(
             interruptions += 1
     assert interruptions == (1 if rank == 0 else 0), "the example must interrupt a step"
     return interruptions
+
+
+def refuse_updates(node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a node's updates be larger than its limit."""
+    publish = node.publish
+
+    def refuse(buffer: Any, tag: int = 0, to: Peer | None = None) -> FakeTicket:
+        if tag < TAG_NUMBERS:
+            raise TooLarge("limit")
+        return publish(buffer, tag, to)
+
+    monkeypatch.setattr(node, "publish", refuse)

@@ -14,7 +14,7 @@ import gradwire as gw
 from gradwire.exchange import redistribute
 
 from ..seeds import seeds
-from .cluster import FakeNode, cluster, run_cluster, train_with_a_pause
+from .cluster import FakeNode, cluster, refuse_updates, run_cluster, train_with_a_pause
 
 NUMEL = 64
 STEPS = 12
@@ -136,6 +136,29 @@ def test_an_interrupted_step_counts_nothing_twice(keeps: bool) -> None:
     for one in outcomes:
         np.testing.assert_array_equal(one.shared + kept, put_in)
         np.testing.assert_array_equal(one.params, one.shared + one.residual)
+
+
+@kept_or_not
+def test_a_message_that_no_node_takes_stays_in_the_parameters(
+    monkeypatch: pytest.MonkeyPatch, keeps: bool
+) -> None:
+    with cluster(0) as made:
+        node = made.node(1)
+        enc, params = encoder(keeps=keeps), np.zeros(NUMEL, np.float32)
+        share = gw.Exchange(enc, node, min_peers=0, apply_residual=True)
+        share.join(params)
+        first, second = updates_of(0, 2)
+        refuse_updates(node, monkeypatch)
+        params += first
+        with pytest.raises(gw.TooLarge):
+            share.step_moved(params)
+        np.testing.assert_array_equal(params, first)
+        if keeps:
+            np.testing.assert_array_equal(enc.residual, first)
+        monkeypatch.undo()
+        params += second
+        share.step_moved(params)
+        np.testing.assert_array_equal(params, first + second)
 
 
 @kept_or_not

@@ -484,33 +484,26 @@ def test_a_node_that_prepares_for_long_before_it_joins_asks_for_a_later_step(
     assert all(first.tobytes() == other.tobytes() for other in others)
 
 
-@pytest.mark.parametrize("topology", ["mesh", "sharded"])
-@pytest.mark.parametrize("ends", ["killed", "left"])
-def test_a_last_update_that_nobody_has_is_an_error(ends: str, topology: Any) -> None:
-    with cluster(2) as made:
-        nodes = [made.node(10), made.node(20)]
+@pytest.mark.parametrize("seed", range(6))
+def test_a_node_that_may_begin_alone_first_looks_for_those_that_it_knows(seed: int) -> None:
+    """As a first node that is started again, after the others have noticed that it was gone."""
+    with cluster(seed) as made:
 
-        def train(rank: int) -> Any:
-            share = gw.Exchange(
-                gw.Encoder(50, 0.1), nodes[rank], min_peers=1, timeout_s=20.0, topology=topology
-            )
+        def train(node: FakeNode, least: int) -> Any:
+            share = gw.Exchange(gw.Encoder(50, 0.1), node, min_peers=0, timeout_s=20.0)
             params = np.zeros(50, np.float32)
-            for _ in range(4):
+            share.join(params)
+            first = share.next_step
+            while share.next_step < least:
                 share.step(np.full(50, 0.01, np.float32), params)
-            if rank == 0:
-                made.compute(nodes[0], 5.0)  # the other one waits in its last step
-                if ends == "killed":
-                    made.kill(nodes[0])
-                    made.compute(nodes[0], 0.0)
-            try:
-                share.leave(params)
-            except gw.PeerLost as error:
-                return str(error)
-            return ""
+                made.compute(node, 0.1)
+            return first, share.next_step, len(share.members)
 
-        workers = [
-            made.start(node, lambda rank=rank: train(rank)) for rank, node in enumerate(nodes)
-        ]
+        first = made.start(made.node(20), lambda: train(made.nodes[0], 60))
+        made.run(until=lambda: len(made.nodes[0].updates) > 5)
+        again = made.node(10)
+        again.seeds = frozenset([made.nodes[0].peer.address])
+        second = made.start(again, lambda: train(again, 60))
         made.run()
-    is_told = "lost before it had this node's last update" in workers[1].result
-    assert is_told == (ends == "killed")
+    assert first.result == (0, 60, 1)
+    assert second.result[0] > 0

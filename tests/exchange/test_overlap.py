@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 import gradwire as gw
 
-from .cluster import FakeNode, cluster, run_cluster, train_with_a_pause
+from .cluster import FakeNode, cluster, refuse_updates, run_cluster, train_with_a_pause
 
 NUMEL = 64
 STEPS = 12
@@ -151,6 +151,32 @@ def test_a_checkpoint_holds_the_message_of_an_open_step(keeps: bool) -> None:
         np.testing.assert_array_equal(state["encoders"][0]["residual"], one)
         share._replica.make_residual(params)
         assert np.abs(enc.residual).max() < np.abs(one).max()
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["kept", "difference"])
+def test_a_message_that_no_node_takes_stays_in_the_parameters(
+    monkeypatch: pytest.MonkeyPatch, keeps: bool
+) -> None:
+    with cluster(0) as made:
+        node = made.node(1)
+        enc, params = encoder(keeps=keeps), np.zeros(NUMEL, np.float32)
+        share = gw.Exchange(enc, node, min_peers=0, overlap=1, apply_residual=True)
+        share.join(params)
+        (one,) = updates_of(0, 1)
+
+        refuse_updates(node, monkeypatch)
+        params += one
+        with pytest.raises(gw.TooLarge):
+            share.step_moved(params)
+        monkeypatch.undo()
+        np.testing.assert_array_equal(params, one)
+        if keeps:
+            np.testing.assert_array_equal(enc.residual, one)
+        assert share.catch_up(params) == 0
+        share.step_moved(params)
+        share.leave(params)
+        np.testing.assert_array_equal(params, one)
+        np.testing.assert_array_equal(share.shared(params)[0], one)
 
 
 @pytest.mark.parametrize("topology", ["mesh", "sharded"])

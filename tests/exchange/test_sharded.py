@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 import gradwire as gw
 from gradwire.exchange.owner import Division, Owner, add_owner_state
-from gradwire.exchange.protocol import NodeRun, PartUpdate, run_of
+from gradwire.exchange.protocol import Kind, NodeRun, PartUpdate, run_of, tag_of
 from gradwire.exchange.replica import Replica
 
 from ..seeds import seeds
@@ -605,6 +605,41 @@ def test_an_owner_s_residual_counts_for_every_member_of_a_mesh_that_is_joined_la
         worker = world.start(newcomer, lambda: late(newcomer, state))
         world.run()
     assert worker.result == [0.75 + 2 * 0.5, 0.25]
+
+
+class Refused(Trainer):
+    """A node of which one message is too large; it goes on with an update of zeros."""
+
+    refusals = 0
+
+    def take_step(self, one: Params) -> gw.StepResult:
+        try:
+            return super().take_step(one)
+        except gw.TooLarge:
+            self.refusals += 1
+            return super().take_step([np.zeros_like(each) for each in one])
+
+
+@pytest.mark.parametrize("kind", [Kind.PART, Kind.UPDATE], ids=["part", "result"])
+@pytest.mark.parametrize("how", [{}, {"apply_residual": True}], ids=str)
+def test_a_message_that_is_too_large_goes_back_into_its_residual(
+    kind: Kind, how: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with cluster(3) as world:
+        trainers = [Refused(world, node_id, 12, min_peers=2, **how) for node_id in (10, 20, 30)]
+        publish, refused = trainers[1].node.publish, [tag_of(kind, 5)]
+
+        def refuse_once(buffer: Any, tag: int = 0, to: Any = None) -> Any:
+            if tag in refused:
+                refused.remove(tag)
+                raise gw.TooLarge("limit")
+            return publish(buffer, tag, to)
+
+        monkeypatch.setattr(trainers[1].node, "publish", refuse_once)
+        world.run()
+    assert [one.refusals for one in trainers] == [0, 1, 0]
+    assert_identical(trainers)
+    assert_nothing_lost(trainers)
 
 
 # --- asynchronous -----------------------------------------------------------------------------------------------------

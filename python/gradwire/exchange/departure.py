@@ -324,7 +324,8 @@ class Departure:
             membership.remove_member(run)
         if gone:
             count = len(membership.members) + 1
-            _LOG.warning("%s: %d nodes go on", self._introductions.describe_departed(gone), count)
+            left = "1 node goes on" if count == 1 else f"{count} nodes go on"
+            _LOG.warning("%s: %s", self._introductions.describe_departed(gone), left)
         if gone and membership.phase is Phase.IN:
             self._router.announce(Phase.IN)
         for run in gone:
@@ -556,14 +557,6 @@ class Departure:
 # ---- this node's own departure ---------------------------------------------------------------------------------------
 
 
-def undelivered(introductions: Introductions, lost: Collection[NodeRun]) -> PeerLost:
-    """Return the error for a last update that nobody has."""
-    return PeerLost(
-        f"{introductions.describe(lost)} was lost before it had this node's last update, and nobody else has it: "
-        "if that node runs, its parameters are others than here"
-    )
-
-
 def deliver(
     router: Router, introductions: Introductions, poll: Callable[[float], None], options: Options
 ) -> None:
@@ -605,7 +598,10 @@ def deliver(
         poll(0.0)  # a node that has finished says so before it closes the connection
     lost = {run for run in lost if not introductions.has_finished(run)}
     if lost and not connected:
-        raise undelivered(introductions, lost)
+        raise PeerLost(
+            f"{introductions.describe(lost)} was lost before it had this node's last update, and nobody else has it: "
+            "if that node runs, its parameters are others than here"
+        )
     if lost:
         _LOG.warning(
             "%s was lost before it had this node's last update", introductions.describe(lost)

@@ -327,7 +327,7 @@ class Membership:
             self.past = {run: kept for run, kept in self.past.items() if kept.kept_until >= step}
 
     def restart_at(self, step: int) -> None:
-        """Begin at a step, before the training."""
+        """Begin at a step, before the training; or publish the update of ``step`` again, which was refused."""
         self.next_step = step
 
     def add_member(self, run: NodeRun, first: int) -> None:
@@ -725,7 +725,11 @@ class Router:
         self.introduce()
 
     def publish_update(self, step: int, payload: list[Any]) -> Ticket | None:
-        """Send this node's update, after what is queued; return None without space, for another try."""
+        """Send this node's update, after what is queued; return None without space, for another try.
+
+        Raises:
+            TooLarge: the transport refuses the size; nothing was sent.
+        """
         self._membership.reach_step(step + 1)
         if self._unsent and not self.flush():
             return None

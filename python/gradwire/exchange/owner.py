@@ -320,10 +320,17 @@ class Sharding:
         # This node's own part takes the same way as the others', so it is added at its place in the order of the nodes.
         if self._run in sharded.parts:
             self._arrived.setdefault(self._run, {})[step] = sharded.parts[self._run]
-        for owner, part in sharded.parts.items():
+        # The largest first: if the transport refuses it, no other part was sent.
+        for owner, part in sorted(sharded.parts.items(), key=lambda item: -item[1].nbytes):
             if owner != self._run:
                 sharded.unsent.append(Outgoing(tag_of(Kind.PART, step), part.pieces(), owner))
         return sharded
+
+    def withdraw(self, sharded: ShardedUpdate) -> None:
+        """Forget an update of which nothing was sent."""
+        for owner in sharded.parts:
+            self._ledger[owner].pop(sharded.step, None)
+        self._arrived.get(self._run, {}).pop(sharded.step, None)
 
     # ---- this node's results -----------------------------------------------------------------------------------------
 
@@ -348,7 +355,7 @@ class Sharding:
             lost: nodes of which nothing more comes.
         """
         owner = sharded.owner
-        # The parts are added once, also where making the result was interrupted.
+        # The parts are added once, also where the result has to be encoded again because it was too large.
         if owner is None or sharded.accepted is not None:
             return frozenset()
         missing = set()

@@ -70,6 +70,11 @@ class StepUpdate:
         self.messages = result
         self.payload = result.pieces()
 
+    def withdraw_result(self) -> None:
+        """Return to the time before the result was encoded."""
+        self.messages = []
+        self.payload = []
+
     def move_to_host(self) -> None:
         """Keep the messages for members that may miss them, and nothing else: memory of a device is too precious."""
         if self.sharded is None:  # an owner's are in host memory
@@ -230,6 +235,22 @@ class Replica(SharedCopy):
         if not missing:
             update.set_result(self.sharding.make_result(update.sharded))
         return missing
+
+    def take_back(self, update: StepUpdate) -> None:
+        """Return to the residuals a message that the transport has refused because of its size."""
+        sharded = update.sharded
+        # The largest part goes first, so an unsent part means that no owner has got anything, and the whole step is
+        # undone. If all parts are out, owners may have added them, and only the result can be taken back.
+        if sharded is not None and not sharded.unsent:
+            # The result was refused: it goes back into the owner's residual, and the step is still open.
+            if sharded.owner is not None:
+                sharded.owner.groups.put_back(update.messages)
+            update.withdraw_result()
+            return
+        self.put_back(update)
+        self.pending = None
+        if sharded is not None and self.sharding is not None:
+            self.sharding.withdraw(sharded)
 
     def put_back(self, update: StepUpdate, factor: float = 1.0, *, is_held: bool = True) -> None:
         """Add one of this node's updates, times a factor, to the residuals; a difference has it if ``is_held``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from .. import clock
@@ -26,6 +27,9 @@ _INTRODUCTION_S = 2.0
 
 # How long to wait for all the nodes of a run before looking at what those that are here do.
 _COMPLETE_S = 2.0
+
+# How long a node that expects nobody waits for one that it knows.
+_SEEDS_S = 2.0
 
 # Longest wait of the node that begins a training, where members of an earlier run are here, for the other new nodes.
 _RESTART_S = 10.0
@@ -140,6 +144,10 @@ class Start:
         wait = clock.Wait("this node waits for the others", timeout_s)
         if expected:
             self._wait_for_connections(expected, timeout_s, wait)
+        elif self._router.node.seeds:
+            # It may begin alone, but not a second training while nodes that it knows go on with the first.
+            with suppress(TimeoutError):
+                self._router.node.wait_for_peers(1, _SEEDS_S)
         poll_s = 0.0
         while membership.phase is Phase.NEW:
             self._poll(poll_s)

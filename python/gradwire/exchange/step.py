@@ -12,9 +12,9 @@ import numpy as np
 
 from .. import clock
 from ..arrays import Arrays, copies, scaled, writable_views
-from ..errors import NonFiniteUpdate, WouldBlock
+from ..errors import NonFiniteUpdate, TooLarge, WouldBlock
 from .consistency import digest_of
-from .departure import Departure, undelivered
+from .departure import Departure
 from .groups import Codec
 from .join import Join
 from .membership import Membership, Router, Updates
@@ -193,7 +193,6 @@ class Step:
     def leave(self, params: Any, optimizer_state: NodeState) -> StepResult:
         """Send everything that is left as the last update, and say so."""
         replica = self._replica
-        others = frozenset(self._membership.peers)
         self._wait_for_room(params, optimizer_state)
         # What the last local steps have moved is part of the last update. A difference has it, and needs no memory.
         if not replica.is_difference:
@@ -203,11 +202,6 @@ class Step:
         pending = self._encode_rest(None, params)
         result = self._finish_or_repeat(pending, None, params, optimizer_state)
         self._join.end()
-        introductions = self._membership.introductions
-        lost = [run for run in others if not introductions.has_finished(run)]
-        # They were given up while this node waited for their updates of the same step.
-        if lost and self._is_sync and not result.received and not self._membership.peers:
-            raise undelivered(introductions, lost)
         return result
 
     def finish_earlier(self, params: Any, optimizer_state: NodeState) -> StepResult | None:
@@ -280,10 +274,7 @@ class Step:
     def _obstacle(self) -> str | None:
         """Return the reason why this node cannot send one more update; None if it can."""
         if not self._router.node.has_room(self._room_bytes):
-            paths = self._router.node.stats().peers
-            late = max(paths, key=lambda path: path.in_flight_bytes, default=None)
-            who = "a peer" if late is None else late.peer.address
-            return f"no space to send it: {who} does not take its messages"
+            return "no space to send it: a peer does not take its messages"
         if self._is_sync:
             return None
         # A node that runs ahead would make the others apply updates for parameters that they have long left.
@@ -308,6 +299,9 @@ class Step:
 
         Returns:
             The members of which something is missing for the update.
+
+        Raises:
+            TooLarge: the transport refuses the size; the message is back in the residual.
         """
         if pending.ticket is not None:
             return frozenset()
@@ -315,17 +309,22 @@ class Step:
         # Members that do not know this node yet would ignore its update, which others apply.
         if unaware:
             return unaware
-        if pending.sharded is not None:
-            # Parts go before the result, so an owner has a node's part when it sees the node's result.
-            if not self._router.flush(pending.sharded.unsent):
-                return frozenset()
-            lost = self._router.lost | self._membership.departing.keys()
-            missing = self._replica.prepare(pending, lost)
-            if missing:
-                return missing
-        self._router.greet()
-        self._notes.send(pending.step)
-        pending.set_ticket(self._router.publish_update(pending.step, pending.payload))
+        try:
+            if pending.sharded is not None:
+                # Parts go before the result, so an owner has a node's part when it sees the node's result.
+                if not self._router.flush(pending.sharded.unsent):
+                    return frozenset()
+                lost = self._router.lost | self._membership.departing.keys()
+                missing = self._replica.prepare(pending, lost)
+                if missing:
+                    return missing
+            self._router.greet()
+            self._notes.send(pending.step)
+            pending.set_ticket(self._router.publish_update(pending.step, pending.payload))
+        except TooLarge:
+            self._replica.take_back(pending)
+            self._membership.restart_at(pending.step)
+            raise
         return frozenset()
 
     def _wait_for_members(self, pending: StepUpdate) -> None:
@@ -334,6 +333,7 @@ class Step:
         Raises:
             LeftBehind: the members do not wait for this node.
             TimeoutError: a member sent nothing in time, or there was no space.
+            TooLarge: the transport refuses the size; the message is back in the residual.
         """
         membership = self._membership
         timeout_s = self._options.timeout_s

@@ -55,7 +55,7 @@ def share(
     Args:
         model: the model; DistributedDataParallel and ``torch.compile`` may wrap it.
         optimizer: of the model's parameters, with the learning rate that DistributedDataParallel would use.
-        node: a node to use, which the caller closes; None: one from the environment, closed with the optimiser.
+        node: for this training alone; the caller closes it. None: one from the environment, closed with the optimiser.
         density: share of the elements that a message has; None: 0.01, or 0.05 with an adaptive optimiser or from
             ``every=15`` on, for n < 2,000,000 elements sqrt(2e6 / n) times as many, up to 0.08. Or by pattern of the
             parameters' names: ``{"lm_head*": 0.02, "*.bias": "dense"}``, where "dense" sends whole updates and the rest
