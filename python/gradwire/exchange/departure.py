@@ -324,8 +324,7 @@ class Departure:
             membership.remove_member(run)
         if gone:
             count = len(membership.members) + 1
-            left = "1 node goes on" if count == 1 else f"{count} nodes go on"
-            _LOG.warning("%s: %s", self._introductions.describe_departed(gone), left)
+            _LOG.warning("%s: %d nodes go on", self._introductions.describe_departed(gone), count)
         if gone and membership.phase is Phase.IN:
             self._router.announce(Phase.IN)
         for run in gone:
