@@ -187,7 +187,7 @@ class _SharedUpdates:
 
         paths, tree = jax.tree_util.tree_flatten_with_path(params)
         names = ["/".join(map(_key_of, path)) for path, _ in paths]
-        _check_leaves("init", paths)
+        _refuse_tracers("init", params)
         leaves = [leaf for _, leaf in paths]
         for name, dtype in zip(names, map(jax.numpy.result_type, leaves), strict=True):
             if dtype not in (np.float32, np.float64):
@@ -233,7 +233,7 @@ class _SharedUpdates:
                 "update needs the parameters: optimizer.update(gradients, state, params)"
             )
         exchange = self._opened().exchange
-        _check_leaves("update", jax.tree_util.tree_flatten_with_path((updates, params))[0])
+        _refuse_tracers("update", (updates, params))
         if not self._has_joined:
             self.join()
         before = [np.asarray(leaf) for leaf in jax.tree.leaves(params)]
@@ -378,11 +378,11 @@ def _key_of(part: Any) -> str:
     return str(next((name for name in names if name is not None), part))
 
 
-def _check_leaves(call: str, paths: Sequence[Any]) -> None:
+def _refuse_tracers(call: str, tree: Any) -> None:
     """Raise `TypeError` inside a traced function: it would run once, and never exchange anything again."""
     import jax
 
-    if any(isinstance(leaf, jax.core.Tracer) for _, leaf in paths):
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree)):
         raise TypeError(
             f"{call} of gradwire.jax.share exchanges messages, so it cannot be traced: call it outside jax.jit and "
             "jax.eval_shape, and put share around optax.MultiSteps and optax.apply_if_finite, not inside them"
