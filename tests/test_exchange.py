@@ -63,8 +63,8 @@ class ScriptedNode:
         assert nbytes > 0
         return self.space()
 
-    def publish(self, buffer: Any, tag: int = 0, to: Peer | None = None) -> Any:
-        if tag // TAG_NUMBERS == Kind.HELLO and to is not None:
+    def publish(self, buffer: Any, tag: int = 0, to: Any = None) -> Any:
+        if tag // TAG_NUMBERS == Kind.HELLO and isinstance(to, Peer):
             everybody = tuple(run_of(one) for one in (self.peer, *self.peers))
             heard = Hello.decode(memoryview(bytes(buffer)))
             hello = dataclasses.replace(heard, phase=Phase.IN, members=everybody)

@@ -170,6 +170,89 @@ def test_what_cannot_be_shared_is_refused_and_ends_no_training() -> None:
         assert float(updates["head"]["kernel"][0]) < 0.0
 
 
+@pytest.mark.parametrize("factor", [2.0, "auto"])
+def test_an_optimizer_that_needs_the_loss_gets_it(factor: Any) -> None:
+    reduce = optax.contrib.reduce_on_plateau(factor=0.5, patience=2)
+    make = optax.chain(optax.adamw(0.01), reduce)
+    params, gradients = jax.numpy.ones(6), jax.numpy.ones(6)
+    alone, expected = make.init(params), params
+    with gradwire.jax.share(make, update_scale=factor, codec="dense") as optimizer:
+        state = optimizer.init(params)
+        for _ in range(12):
+            updates, state = optimizer.update(gradients, state, params, value=1.0)
+            params = optax.apply_updates(params, updates)
+            updates, alone = make.update(gradients, alone, expected, value=1.0)
+            expected = optax.apply_updates(expected, updates)
+    assert float(state.inner[1].scale) == float(alone[1].scale) < 1.0
+    moved = float(params[0]) - 1.0, float(expected[0]) - 1.0
+    assert moved[0] == pytest.approx(moved[1] * (1.0 if factor == "auto" else factor), rel=0.01)
+
+
+def test_a_line_search_takes_its_function() -> None:
+    search = optax.scale_by_backtracking_linesearch(max_backtracking_steps=15)
+
+    def loss(params: Any) -> Any:
+        return (params**2).sum()
+
+    params = jax.numpy.full(4, 3.0)
+    with gradwire.jax.share(optax.chain(optax.sgd(1.0), search), codec="dense") as optimizer:
+        state = optimizer.init(params)
+        for _ in range(5):
+            value, gradient = jax.value_and_grad(loss)(params)
+            further = {"value": value, "grad": gradient, "value_fn": loss}
+            updates, state = optimizer.update(gradient, state, params, **further)
+            params = optax.apply_updates(params, updates)
+    assert float(loss(params)) < 1.0  # of 36
+
+
+def test_an_optimizer_is_compiled() -> None:
+    calls = []
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        calls.append(params)
+        return jax.tree.map(lambda leaf: -leaf, updates), state
+
+    params = jax.numpy.zeros(4)
+    made = optax.GradientTransformation(lambda _: optax.EmptyState(), update)
+    with gradwire.jax.share(made, codec="dense") as optimizer:
+        state = optimizer.init(params)
+        for _ in range(5):
+            updates, state = optimizer.update(jax.numpy.ones(4), state, params)
+            params = optax.apply_updates(params, updates)
+    np.testing.assert_array_equal(params, np.full(4, -5.0))
+    assert len(calls) == 1
+
+
+def test_parameters_stay_on_their_devices() -> None:
+    device = jax.devices()[0]
+    sharding = jax.sharding.NamedSharding(
+        jax.sharding.Mesh(np.array([device]), ("data",)), jax.sharding.PartitionSpec("data")
+    )
+    params = jax.device_put(jax.numpy.ones(8), sharding)
+    with gradwire.jax.share(optax.sgd(0.1)) as optimizer:
+        optimizer.init(params)
+        for given in (optimizer.join(), optimizer.shared()):
+            assert given.sharding == sharding
+            assert given.committed
+
+
+def test_who_leaves_sends_the_rest_of_its_updates() -> None:
+    def work(rank: int) -> Any:
+        optimizer = gradwire.jax.share(optax.sgd(1.0), node=nodes[rank], density=0.25)
+        params = jax.numpy.zeros(64)
+        state = optimizer.init(params)
+        gradient = jax.numpy.arange(64.0) * (rank + 1) / 1024
+        for _ in range(3):
+            updates, state = optimizer.update(gradient, state, params)
+            params = optax.apply_updates(params, updates)
+        return optimizer.leave()
+
+    with two_nodes() as nodes, ThreadPoolExecutor(2) as pool:
+        one, two = pool.map(work, range(2))
+    np.testing.assert_allclose(one, two, atol=1e-6)
+    np.testing.assert_allclose(one, -4.5 * np.arange(64.0) / 1024, atol=1e-5)
+
+
 def test_wrong_use_is_refused() -> None:
     with pytest.raises(ValueError, match="update_scale"):
         gradwire.jax.share(optax.sgd(0.1), update_scale=-1.0)

@@ -58,11 +58,12 @@ def share(
     the first update moves the others to them, or ``params = transformation.join()`` returns them before. The result
     also has ``result``, ``step_number``, ``shared()``, ``state_dict()`` and ``load_state_dict()``, as `SharedArrays`
     has. Arrays in host memory are read in place. ``update`` needs the parameters
-    and exchanges messages, so it stays outside ``jax.jit``; the gradient and ``optimizer.update`` may be compiled.
-    ``close()`` of the result, ``with share(...) as ...``, or another ``init`` ends the training.
+    and exchanges messages, so it stays outside ``jax.jit``; the gradient may be compiled, and ``optimizer.update`` is.
+    ``close()`` of the result, ``with share(...) as ...``, or another ``init`` ends the training; ``leave()`` sends the
+    rest of this node's updates before.
 
     Args:
-        optimizer: an optax ``GradientTransformation``.
+        optimizer: an optax ``GradientTransformation``. Further arguments of ``update``, such as a loss, are passed on.
         node: for this training alone; the caller closes it. None: one from the environment, closed with the result.
         density: share of the elements that a step sends; None: as in `gradwire.torch.share`, where an optimiser
             without a mean of squares, such as Lion, counts as SGD: give it 0.05. Or by pattern of the
@@ -84,7 +85,7 @@ def share(
         raise ValueError(f'update_scale is {update_scale!r}, must be positive, or "auto"')
     import optax
 
-    class SharedTransformation(optax.GradientTransformation):  # type: ignore[misc,unused-ignore]
+    class SharedTransformation(optax.GradientTransformationExtraArgs):  # type: ignore[misc,unused-ignore]
         """The transformation; as a context manager it closes itself at the end."""
 
         @property
@@ -123,6 +124,14 @@ def share(
                 RuntimeError: training has begun; nothing was loaded.
             """
             return self.init.__self__.load_state_dict(state)
+
+        def leave(self) -> Any:
+            """Send the rest of this node's updates, and end its part; return the parameters that all share then.
+
+            Raises:
+                WouldBlock, TimeoutError, MessageError, Closed: as ``Exchange.leave``.
+            """
+            return self.init.__self__.leave()
 
         def close(self) -> None:
             """End the training, if there is one."""
@@ -165,11 +174,13 @@ class _SharedUpdates:
         update_scale: float | Literal["auto"],
     ) -> None:
         self._optimizer = optimizer
+        self._update = _compiled(optimizer)
         self._begin = begin
         self._scale = update_scale
         self.result: StepResult | None = None
         # This node's parameters in host memory, which the exchange changes, and their tree.
         self._leaves: list[Any] = []
+        self._shardings: list[Any] = []  # of the caller's, None: on the default device
         self._tree: Any = None
         # What the next update may bring as the caller's parameters without having written into them: those that were
         # returned last come first.
@@ -199,6 +210,9 @@ class _SharedUpdates:
         self.close()
         self._tree = tree
         self._leaves = [np.array(leaf) for leaf in leaves]
+        self._shardings = [
+            leaf.sharding if getattr(leaf, "committed", False) else None for leaf in leaves
+        ]
         self._is_adaptive = _has_any(_SQUARES, inner)
         self._momentum = _MOMENTUM if self._is_adaptive and _has_any(_MEANS, inner) else 0.0
         has_factor = self._is_adaptive if self._scale == "auto" else self._scale != 1.0
@@ -224,7 +238,9 @@ class _SharedUpdates:
         self._expected.insert(0, _copies(self._leaves))
         return self._given(self._expected[0])
 
-    def update(self, updates: Any, state: ShareState, params: Any = None) -> tuple[Any, ShareState]:
+    def update(
+        self, updates: Any, state: ShareState, params: Any = None, **further: Any
+    ) -> tuple[Any, ShareState]:
         """Share the optimiser's update; return the difference to the parameters that all nodes share."""
         import jax
 
@@ -240,7 +256,7 @@ class _SharedUpdates:
         # Parameters that were restored from elsewhere, or changed in another way, are the caller's word.
         if not any(all(map(_is_close, before, expected)) for expected in self._expected):
             _fill(self._leaves, before)
-        moved, inner = self._optimizer.update(updates, state.inner, params)
+        moved, inner = self._update(updates, state.inner, params, **further)
         leaves, tree = jax.tree.flatten(moved)
         factors = self._scale, 1.0
         if self._scale == "auto":
@@ -249,7 +265,7 @@ class _SharedUpdates:
         scaled = [np.asarray(leaf) * factor for leaf in leaves]
         decay = state.decay
         if self._decay is not None and decay is not None:
-            rates, decay = self._decay.update(decay)
+            rates, decay = self._decay.update(decay, **further)
             parts = zip(scaled, rates, before, strict=True)
             scaled = [
                 leaf + (decay_factor - factor) * np.asarray(rate) * old for leaf, rate, old in parts
@@ -296,6 +312,14 @@ class _SharedUpdates:
         self._expected = [_copies(state["returned"]), shared, *self._expected]
         return self._given(self._expected[0])
 
+    def leave(self) -> Any:
+        """Send the rest of this node's updates, and end its part; return the parameters that all share then."""
+        exchange = self._opened().exchange
+        if self._has_joined:
+            self.result = exchange.leave(self._leaves)
+        self.close()
+        return self._given(self._leaves if self._last_shared is None else self._last_shared)
+
     def close(self, *, has_failed: bool = False) -> None:
         """End the training, if there is one."""
         training = self._training
@@ -315,7 +339,12 @@ class _SharedUpdates:
         """Return arrays as the parameters of the caller."""
         import jax
 
-        return jax.tree.unflatten(self._tree, [jax.numpy.array(leaf) for leaf in leaves])
+        arrays = [jax.numpy.array(leaf) for leaf in leaves]
+        placed = [
+            array if sharding is None else jax.device_put(array, sharding)
+            for array, sharding in zip(arrays, self._shardings, strict=True)
+        ]
+        return jax.tree.unflatten(self._tree, placed)
 
 
 class _Decay:
@@ -333,7 +362,7 @@ class _Decay:
         import jax
 
         self._optimizer = optimizer
-        self._update = jax.jit(optimizer.update)
+        self._update = _compiled(optimizer)
         self._ones = jax.tree.map(
             lambda leaf: jax.numpy.ones((1,) * np.ndim(leaf), jax.numpy.result_type(leaf)), params
         )
@@ -343,27 +372,45 @@ class _Decay:
         """Return the state to begin with."""
         return self._optimizer.init(self._ones)
 
-    def update(self, state: Any) -> tuple[list[Any], Any]:
+    def update(self, state: Any, **further: Any) -> tuple[list[Any], Any]:
         """Return the factor of each array in the next update, and the next state."""
         import jax
 
-        rates, state = self._update(self._zeros, state, self._ones)
+        rates, state = self._update(self._zeros, state, self._ones, **further)
         return jax.tree.leaves(rates), state
 
     def is_apart(self) -> bool:
         """Return whether there is decay that is added to what the gradients cause, whatever these are."""
         import jax
+        import optax
 
+        # Some optimisers need the loss. A constant one changes nothing in so few steps.
+        has_loss = isinstance(self._optimizer, optax.GradientTransformationExtraArgs)
+        loss = {"value": 1.0} if has_loss else {}
         decay = moving = still = self.init()
         gradients = jax.tree.map(lambda leaf: 0.5 * leaf, self._ones)
         for _ in range(_TRIAL_STEPS):
-            rates, decay = self.update(decay)
-            whole, moving = self._update(gradients, moving, self._ones)
-            rest, still = self._update(gradients, still, self._zeros)
+            rates, decay = self.update(decay, **loss)
+            whole, moving = self._update(gradients, moving, self._ones, **loss)
+            rest, still = self._update(gradients, still, self._zeros, **loss)
             if any(map(np.any, rates)):
                 trees = zip(rates, *map(jax.tree.leaves, (whole, rest)), strict=True)
                 return all(_adds_up(*map(np.asarray, leaves)) for leaves in trees)
         return False
+
+
+def _compiled(optimizer: Any) -> Callable[..., Any]:
+    """Return an optimiser's ``update``, compiled: some take seconds a step otherwise."""
+    import jax
+
+    compiled = jax.jit(optimizer.update)
+
+    def update(updates: Any, state: Any, params: Any, **further: Any) -> Any:
+        # A function, as line searches take it, is nothing that can be traced.
+        call = optimizer.update if any(map(callable, jax.tree.leaves(further))) else compiled
+        return call(updates, state, params, **further)
+
+    return update
 
 
 def _adds_up(rate: Any, whole: Any, rest: Any) -> bool:

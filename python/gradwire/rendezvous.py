@@ -12,7 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Placement", "await_names", "has_secret", "name_of", "placement"]
+__all__ = [
+    "Placement",
+    "await_names",
+    "format_address",
+    "has_secret",
+    "name_of",
+    "parse_address",
+    "placement",
+]
 
 BIND = "GRADWIRE_BIND"
 PEERS = "GRADWIRE_PEERS"
@@ -42,9 +50,6 @@ _OTHER_RANKS = (
     *("PMIX_RANK", "FLUX_TASK_RANK", "PALS_RANKID"),
     *("MV2_COMM_WORLD_RANK", "JSM_NAMESPACE_RANK"),
 )
-
-# Of a node: "host:port", with brackets around an IPv6 host.
-_ADDRESS = re.compile(r"(\[[^\]]+\]|[^:\[\]]+):\d+")
 
 _LOG = logging.getLogger(__name__)
 
@@ -111,7 +116,7 @@ class Placement:
                 'to the "host:port" of at least one, and on that one GRADWIRE_BIND to the port, or MASTER_ADDR and '
                 "MASTER_PORT to the address of rank 0"
             )
-        host, _, port = self.seed.rpartition(":")
+        host, port = parse_address(self.seed)
         wildcard = "[::]" if ":" in host else "0.0.0.0"  # noqa: S104
         if self.rank == 0:
             return {"bind": f"{wildcard}:{port}", "peers": (), **options}
@@ -142,17 +147,18 @@ def await_names(place: Placement, options: dict[str, Any]) -> dict[str, Any]:
     if not families and place.rank == 0 and place.seed:
         # The others use this name. Whether rank 0 knows it as well does not matter.
         families = {_family_of(place.seed, 0.0)}
-    wildcard, _, port = options["bind"].rpartition(":")
+    wildcard, port = parse_address(options["bind"])
     if families == {socket.AF_INET6} and wildcard == "0.0.0.0" and place.bind is None:  # noqa: S104
-        return {**options, "bind": f"[::]:{port}"}
+        return {**options, "bind": format_address(("::", port))}
     return options
 
 
 def _family_of(address: str, wait_s: float) -> int:
     """Return the address family of a "host:port", IPv4 if it has both, or if there is no time to wait for it."""
-    if not _ADDRESS.fullmatch(address):
+    try:
+        host, _ = parse_address(address)
+    except ValueError:
         return socket.AF_INET  # the node says what is wrong
-    host = address.rpartition(":")[0].strip("[]")
     deadline_s = time.monotonic() + wait_s
     has_warned = False
     while True:
@@ -175,6 +181,26 @@ def _family_of(address: str, wait_s: float) -> int:
         else:
             families = {int(entry[0]) for entry in entries}
             return socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
+
+
+def format_address(address: tuple[str, int]) -> str:
+    """Return "host:port", with brackets around an IPv6 host."""
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Parse "host:port" or "[v6]:port"; raise `ValueError` unless the port is a number from 0 to 65,535."""
+    if not isinstance(text, str):
+        raise TypeError(f'an address is text such as "10.1.1.7:40123", not {text!r}')
+    host, separator, port = text.strip().rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise ValueError(f"address {text!r}: write an IPv6 address as [host]:port")
+    if not separator or not port.isdecimal() or int(port) > 65_535:
+        raise ValueError(f"address {text!r} is not of the form host:port, with a port up to 65535")
+    return host, int(port)
 
 
 def placement(environ: Mapping[str, str] | None = None) -> Placement:
@@ -380,10 +406,9 @@ def _check(place: Placement) -> None:
 def _seed(variables: Mapping[str, str]) -> str:
     """Return the address of rank 0, from MASTER_ADDR and MASTER_PORT."""
     host = variables.get("MASTER_ADDR", "")
-    port = variables.get("MASTER_PORT", "")
-    if not host or not port:
+    if not host or not variables.get("MASTER_PORT"):
         return ""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return format_address((host, _number(variables, "MASTER_PORT")))
 
 
 def _port_of(run: str) -> int:

@@ -50,7 +50,7 @@ class Outgoing:
     Args:
         tag: of the message.
         payload: its bytes, which must not change, or a list of pieces that follow one another.
-        receiver: a node, or None for all.
+        receiver: a node, a list of nodes, or None for all.
 
     Attributes:
         tag, payload, receiver: as given.
@@ -86,7 +86,7 @@ class Slicer:
     Args:
         node: which sends them.
         tag: of a slice.
-        peer_of: returns the peer of a receiver.
+        peers_of: returns the peer of a receiver, or the peers of several.
         most_bytes: returns how many bytes of a message all its receivers take at once.
 
     Attributes:
@@ -97,13 +97,13 @@ class Slicer:
         self,
         node: Node,
         tag: int,
-        peer_of: Callable[[Any], Peer],
+        peers_of: Callable[[Any], Peer | Collection[Peer]],
         most_bytes: Callable[[Outgoing], int],
     ) -> None:
         self.slices = 0
         self._node = node
         self._tag = tag
-        self._peer_of = peer_of
+        self._peers_of = peers_of
         self._most_bytes = most_bytes
 
     def send(self, outgoing: Outgoing) -> Ticket:
@@ -117,8 +117,8 @@ class Slicer:
             NotConnected: the receiver is gone.
         """
         receiver = outgoing.receiver
-        peer = None if receiver is None else self._peer_of(receiver)
-        publish = partial(self._node.publish, to=peer)
+        peers = None if receiver is None else self._peers_of(receiver)
+        publish = partial(self._node.publish, to=peers)
         size = outgoing.nbytes
         most_bytes = self._most_bytes(outgoing)
         if not outgoing.sent_bytes and size <= most_bytes:

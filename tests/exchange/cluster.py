@@ -10,14 +10,14 @@ from __future__ import annotations
 import bisect
 import itertools
 import random
-import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import pytest
+from greenlet import getcurrent, greenlet
 from numpy.typing import NDArray
 
 from gradwire import Exchange, clock
@@ -96,12 +96,18 @@ class FakeNode:
         assert nbytes >= 0
         return not self.is_full
 
-    def publish(self, buffer: Any, tag: int = 0, to: Peer | None = None) -> FakeTicket:
-        if to is not None and to not in self.connected:
+    def drop_late(self, peers: Collection[Peer]) -> None:
+        """Do nothing: here every peer acknowledges what it gets."""
+
+    def publish(
+        self, buffer: Any, tag: int = 0, to: Peer | Collection[Peer] | None = None
+    ) -> FakeTicket:
+        if isinstance(to, Peer) and to not in self.connected:
             raise NotConnected(f"{to} is not connected")
         if self.is_full:
             raise WouldBlock("full")
-        recipients = frozenset([to] if to is not None else self.connected)
+        named = {to} if isinstance(to, Peer) else self.connected if to is None else set(to)
+        recipients = frozenset(named & self.connected)
         payload = memoryview(bytes(buffer))
         if tag < TAG_NUMBERS:
             self.updates[tag] = bytes(payload)
@@ -117,27 +123,17 @@ class FakeNode:
         return messages
 
 
-def _taken_lock() -> threading.Lock:
-    """Return a lock that one thread takes when another one releases it: a baton, cheaper than an event."""
-    lock = threading.Lock()
-    lock.acquire()
-    return lock
-
-
 class _Worker:
     def __init__(self, node: FakeNode, work: Callable[[], Any]) -> None:
         self.node = node
-        self.baton = _taken_lock()
         self.until_s = 0.0
         self.computes = False
         self.is_done = False
         self.result: Any = None
         self.error: BaseException | None = None
-        self.thread = threading.Thread(target=self._run, args=(work,), daemon=True)
+        self.greenlet = greenlet(lambda: self._run(work))
 
     def _run(self, work: Callable[[], Any]) -> None:
-        self.baton.acquire()
-        self.node.cluster._by_thread[threading.get_ident()] = self
         try:
             self.result = work()
         except Killed:
@@ -166,9 +162,9 @@ class Cluster:
         # The same in the order in which one is drawn.
         self._order: list[tuple[tuple[Peer, Peer], deque[Any]]] = []
         self._workers: list[_Worker] = []
-        self._by_thread: dict[int, _Worker] = {}
+        self._by_greenlet: dict[greenlet, _Worker] = {}
         self._running: list[_Worker] = []  # those that are not done
-        self._scheduler = _taken_lock()  # of the thread that calls `run`
+        self._test = getcurrent()
         self._until: Callable[[], bool] = bool
         self._turns_left = 0
         self._failure: BaseException | None = None
@@ -218,7 +214,7 @@ class Cluster:
         worker = _Worker(node, work)
         self._workers.append(worker)
         self._running.append(worker)
-        worker.thread.start()
+        self._by_greenlet[worker.greenlet] = worker
         return worker
 
     def plan(self, turn: int, what: Callable[[], None]) -> None:
@@ -229,6 +225,7 @@ class Cluster:
         """Let everything happen until all workers are done; raise what one of them raised."""
         self._until = until
         self._turns_left = TURNS_MAX
+        self._test = getcurrent()
         self.hand_over()
         if self._failure is not None:
             failure, self._failure = self._failure, None
@@ -251,7 +248,7 @@ class Cluster:
 
     def rest(self, node: FakeNode, until_s: float, *, computes: bool = False) -> None:
         """Let others go on; return when there is something to do or the time is over."""
-        worker = self._by_thread.get(threading.get_ident())
+        worker = self._by_greenlet.get(getcurrent())
         if worker is not None:
             worker.until_s, worker.computes = until_s, computes
             self.hand_over(worker)
@@ -260,7 +257,7 @@ class Cluster:
 
     def repeat(self, work: Callable[[], float | None]) -> None:
         """Call ``work`` beside the worker that asks for it, as ``clock.repeat`` does in a thread."""
-        node = self._by_thread[threading.get_ident()].node
+        node = self._by_greenlet[getcurrent()].node
 
         def run() -> None:
             while (pause_s := work()) is not None:
@@ -273,7 +270,7 @@ class Cluster:
     def hand_over(self, worker: _Worker | None = None) -> None:
         """Let the next worker go on, and wait until it is the caller's turn again, if it rests.
 
-        There is no thread between the workers: whoever rests chooses the next one, which is often itself.
+        Workers are greenlets, which take turns without a thread: whoever rests chooses the next one, often itself.
 
         Args:
             worker: that rests or is done; None: the test, whose turn comes when nobody else's does.
@@ -282,26 +279,14 @@ class Cluster:
         try:
             if worker is not None and worker.is_done:
                 self._running.remove(worker)
-                del self._by_thread[threading.get_ident()]
+                del self._by_greenlet[worker.greenlet]
                 if worker.error is not None:
                     raise worker.error
             following = self._next()
         except BaseException as error:  # told to the test
             self._failure = error
-        if following is worker:
-            return
-        (self._scheduler if following is None else following.baton).release()
-        if worker is None:
-            self._wait_for_turn()
-        elif not worker.is_done:
-            worker.baton.acquire()
-
-    def _wait_for_turn(self) -> None:
-        """Wait until no worker goes on."""
-        turns = -1
-        while not self._scheduler.acquire(timeout=60):
-            assert turns != self._turns, "a worker neither rests nor ends"
-            turns = self._turns
+        if following is not worker:
+            (self._test if following is None else following.greenlet).switch()
 
     def _next(self) -> _Worker | None:
         """Let messages arrive and time pass until it is a worker's turn; None: it is the test's."""

@@ -222,7 +222,7 @@ def test_an_update_cannot_be_in_a_residual_that_is_not_kept(options: Any) -> Non
 
 
 @kept_or_not
-@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize("seed", seeds(2))
 def test_a_late_node_gets_the_parameters_without_the_residual_of_another(
     seed: int, keeps: bool
 ) -> None:

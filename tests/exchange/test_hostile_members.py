@@ -377,7 +377,7 @@ def run_without(liar: Trainer, world: Cluster, honest: list[Trainer]) -> None:
         world.run()
 
 
-@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize("seed", seeds(2))
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("lie", [of_another_size, damaged, doubled, not_finite, of_the_other_way])
 def test_the_others_go_on_without_a_member_whose_updates_cannot_be_used(
@@ -397,7 +397,7 @@ def test_the_others_go_on_without_a_member_whose_updates_cannot_be_used(
             assert_identical(honest)
 
 
-@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize("seed", seeds(2))
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("lie", [damaged, of_the_other_way])
 def test_a_newcomer_goes_by_the_others_where_a_member_s_updates_cannot_be_used(

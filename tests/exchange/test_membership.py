@@ -165,7 +165,7 @@ def test_a_node_comes_in_again_while_another_one_is_missing(mode: str, node_id: 
         assert_identical([first[2], again])
 
 
-@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize("seed", seeds(2))
 @overlapped_or_not
 def test_a_late_node_misses_nothing_and_applies_nothing_twice(seed: int, how: Any) -> None:
     def trainer(node_id: int) -> Trainer:
@@ -188,7 +188,7 @@ def test_a_late_node_misses_nothing_and_applies_nothing_twice(seed: int, how: An
     }
 
 
-@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize("seed", seeds(2))
 @pytest.mark.parametrize(
     "options",
     [
@@ -213,7 +213,7 @@ def test_a_late_node_comes_in_whatever_the_mode(seed: int, options: Any) -> None
         assert_nothing_lost(trainers)
 
 
-@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize("seed", seeds(2))
 @overlapped_or_not
 def test_the_others_go_on_while_a_snapshot_is_on_its_way(seed: int, how: Any) -> None:
     with cluster(seed) as world:
@@ -245,7 +245,7 @@ def test_a_restarted_node_comes_in_with_the_step_of_the_others() -> None:
     assert_identical(trainers)
 
 
-@pytest.mark.parametrize("seed", seeds(6))
+@pytest.mark.parametrize("seed", seeds(4))
 @pytest.mark.parametrize(
     "options", [{}, {"topology": "sharded"}, {"mode": "async"}, {"every": 4}], ids=str
 )
@@ -292,7 +292,7 @@ def test_the_optimiser_s_state_comes_with_the_snapshot() -> None:
 # --- going ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize("seed", seeds(2))
 @overlapped_or_not
 def test_a_node_that_leaves_takes_nothing_with_it(seed: int, how: Any) -> None:
     with cluster(seed) as world:
@@ -307,7 +307,7 @@ def test_a_node_that_leaves_takes_nothing_with_it(seed: int, how: Any) -> None:
     assert [gone.id for result in trainers[0].results for gone in result.lost] == [20]
 
 
-@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize("seed", seeds(2))
 @overlapped_or_not
 def test_what_a_dead_node_had_sent_is_applied_by_all_or_by_nobody(seed: int, how: Any) -> None:
     with cluster(seed) as world:
@@ -353,7 +353,7 @@ def test_members_that_lose_each_other_while_another_dies_are_counted_alike(seed:
 # --- being left behind ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize("seed", seeds(2))
 @overlapped_or_not
 def test_a_straggler_is_left_behind_and_comes_in_again_with_all_its_updates(
     seed: int, how: Any
@@ -376,7 +376,7 @@ def test_a_straggler_is_left_behind_and_comes_in_again_with_all_its_updates(
     assert slow.node.peer in [gone for result in witness.results for gone in result.joined]
 
 
-@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize("seed", seeds(2))
 @pytest.mark.parametrize(
     "how",
     [
@@ -400,7 +400,7 @@ def test_what_an_optimiser_moved_before_a_resync_is_not_lost(seed: int, how: Any
     assert_nothing_lost(trainers)
 
 
-@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize("seed", seeds(2))
 @pytest.mark.parametrize("topology", ["mesh", "sharded"])
 def test_a_difference_is_after_a_resync_what_a_residual_of_its_own_is(
     seed: int, topology: str
@@ -430,7 +430,7 @@ def drop(world: Cluster, dropped: FakeNode, others: list[FakeNode]) -> None:
         inbox[-1] = PeerLost(other.peer, "dropped by the peer")
 
 
-@pytest.mark.parametrize("seed", seeds(10))
+@pytest.mark.parametrize("seed", seeds(6))
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("count", [2, 3])
 def test_a_node_that_the_others_have_dropped_comes_in_again(
@@ -453,7 +453,7 @@ def test_a_node_that_the_others_have_dropped_comes_in_again(
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize("seed", seeds(10))
+@pytest.mark.parametrize("seed", seeds(6))
 @pytest.mark.parametrize("connects_at", [50, 61])
 def test_only_the_node_that_stood_still_joins_again(connects_at: int, seed: int, mode: str) -> None:
     """Also where it has the update of the other one that its present step needs, and the lower id.
@@ -474,7 +474,7 @@ def test_only_the_node_that_stood_still_joins_again(connects_at: int, seed: int,
     assert late.share.next_step == other.share.next_step
 
 
-@pytest.mark.parametrize("seed", seeds(5))
+@pytest.mark.parametrize("seed", seeds(3))
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("options", [{}, {"topology": "sharded"}], ids=str)
 def test_a_node_that_is_lost_before_it_begins_comes_in_late(
@@ -497,7 +497,7 @@ def test_a_node_that_is_lost_before_it_begins_comes_in_late(
     assert_identical(trainers)
 
 
-@pytest.mark.parametrize("seed", seeds(10))
+@pytest.mark.parametrize("seed", seeds(6))
 @pytest.mark.parametrize("options", [{}, {"topology": "sharded"}], ids=str)
 def test_a_newcomer_that_loses_its_member_does_not_go_on_while_another_one_sees_it(
     options: Any, seed: int
@@ -521,7 +521,7 @@ def test_a_newcomer_that_loses_its_member_does_not_go_on_while_another_one_sees_
     assert_identical([member, *newcomers])
 
 
-@pytest.mark.parametrize("seed", seeds(5))
+@pytest.mark.parametrize("seed", seeds(3))
 @pytest.mark.parametrize("options", [{}, {"topology": "sharded"}, {"every": 4}], ids=str)
 def test_the_newest_of_the_states_goes_on_where_no_member_is_left(options: Any, seed: int) -> None:
     with cluster(seed) as world:
@@ -541,7 +541,7 @@ def test_the_newest_of_the_states_goes_on_where_no_member_is_left(options: Any, 
     assert_identical([still, newest])
 
 
-@pytest.mark.parametrize("seed", seeds(5))
+@pytest.mark.parametrize("seed", seeds(3))
 @pytest.mark.parametrize("options", [{}, {"topology": "sharded"}, {"every": 4}], ids=str)
 def test_a_node_waits_for_a_member_that_another_one_sees(options: Any, seed: int) -> None:
     """The member stands still, and has the newest state."""
@@ -569,7 +569,7 @@ def test_a_node_waits_for_a_member_that_another_one_sees(options: Any, seed: int
     assert_identical([late, member, newcomer])
 
 
-@pytest.mark.parametrize("seed", seeds(15))
+@pytest.mark.parametrize("seed", seeds(8))
 @pytest.mark.parametrize("options", [{}, {"topology": "sharded"}], ids=str)
 def test_a_newcomer_that_follows_the_admission_of_one_that_joins_again_comes_in(
     options: Any, seed: int
@@ -594,7 +594,7 @@ def test_a_newcomer_that_follows_the_admission_of_one_that_joins_again_comes_in(
     assert_identical([*members, *newcomers])
 
 
-@pytest.mark.parametrize("seed", seeds(5))
+@pytest.mark.parametrize("seed", seeds(3))
 @pytest.mark.parametrize("options", [{}, {"topology": "sharded"}, {"every": 4}], ids=str)
 def test_a_node_that_is_dropped_in_its_first_step_goes_on_in_the_same_training(
     seed: int, options: Any
@@ -625,7 +625,7 @@ def test_a_node_that_is_dropped_in_its_first_step_goes_on_in_the_same_training(
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize("seed", seeds(5))
+@pytest.mark.parametrize("seed", seeds(3))
 @pytest.mark.parametrize("connects_at", [20, 40])
 def test_nodes_that_have_all_dropped_each_other_go_on(
     connects_at: int, seed: int, mode: str
@@ -676,7 +676,7 @@ def test_updates_of_departed_members_are_forgotten_after_some_steps(mode: str) -
         assert len(trainers[0].share.members) == 2
 
 
-@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize("seed", seeds(2))
 @overlapped_or_not
 def test_a_broken_connection_ends_with_identical_replicas(seed: int, how: Any) -> None:
     with cluster(seed) as world:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import gradwire as gw
-from gradwire.exchange import Group, Groups, StepResult, join
+from gradwire.exchange import Group, Groups, StepResult
 from gradwire.exchange.metrics import ResidualMonitor
 from gradwire.exchange.protocol import TAG_NUMBERS, Hello, Kind, Phase, run_of, tag_of
 
@@ -54,7 +54,7 @@ def waits_and_steps(node: FakeNode, params: Any) -> str:
     return refused(node, lambda: share.step(update(node.peer.id, 0), params))
 
 
-@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize("seed", seeds(2))
 @pytest.mark.parametrize("work", [joins, steps, waits_and_steps])
 @pytest.mark.parametrize(
     "other",
@@ -83,7 +83,7 @@ def test_initial_members_whose_parameters_are_not_alike_do_not_begin(
     assert all(not one.any() for one in [params[0], *other])
 
 
-@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize("seed", seeds(2))
 def test_two_go_on_without_a_founder_that_told_too_late_what_its_parameters_are(
     seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -259,7 +259,7 @@ def test_a_member_that_sends_messages_of_another_model_is_named_with_this_node(
     assert (worker.result.applied, worker.result.lost) == (1, (two.peer,))
 
 
-@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize("seed", seeds(2))
 @pytest.mark.parametrize("late", [1, 2])
 def test_initial_members_that_begin_at_different_steps_all_hear_of_it_at_once(
     seed: int, late: int
@@ -318,7 +318,7 @@ def test_the_checkpoint_of_one_node_is_refused_on_two() -> None:
     assert all("checkpoint of the same node" in worker.result for worker in workers)
 
 
-@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize("seed", seeds(2))
 def test_equalize_gives_all_nodes_the_parameters_of_the_one_with_the_lowest_id(seed: int) -> None:
     def train(node: FakeNode) -> Any:
         share, state = share_on(node, min_peers=2), np.full(3, node.peer.id, np.float32)
@@ -345,7 +345,7 @@ def test_equalize_gives_all_nodes_the_parameters_of_the_one_with_the_lowest_id(s
         assert state.tolist() == [1.0] * 3
 
 
-@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize("seed", seeds(2))
 def test_whoever_has_the_first_parameters_passes_them_on(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -461,18 +461,16 @@ def test_a_residual_that_grows_beyond_the_first_steps_is_warned_of_once(
         assert caplog.text.count("the residual has grown for 50 steps") == warnings
 
 
-def test_a_node_that_prepares_for_long_before_it_joins_asks_for_a_later_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What has come meanwhile is more than it may keep, and older than the snapshot."""
-    monkeypatch.setattr(join, "_KEPT_BYTES", 2_000)
-    monkeypatch.setattr(join, "_KEPT_FACTOR", 0)
+def test_a_node_that_prepares_for_long_before_it_joins_gets_no_updates_meanwhile() -> None:
+    """It could not take them, and the members would end for lack of space."""
+    updates = []
 
     def train(node: FakeNode, rank: int) -> Any:
         share = gw.Exchange(gw.Encoder(50, 0.1), node, min_peers=1, timeout_s=20.0)
         params = np.zeros(50, np.float32)
         if rank == 2:
             node.cluster.compute(node, 30.0)
+            updates.extend([each for each in node.inbox if each.tag < TAG_NUMBERS])
         else:
             share.join(params)
         while share.next_step < 100:
@@ -482,6 +480,7 @@ def test_a_node_that_prepares_for_long_before_it_joins_asks_for_a_later_step(
 
     first, *others = run_cluster(train, count=3, seed=5)
     assert all(first.tobytes() == other.tobytes() for other in others)
+    assert not updates
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -113,7 +113,7 @@ def test_of_two_nodes_that_count_other_owners_the_one_with_the_lower_id_goes_on(
     assert 20 in those_who_joined_again(train_with_a_liar(seed, IDS[:2], liar, lie))
 
 
-@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize("seed", seeds(2))
 def test_a_worker_that_claims_a_part_joins_again(seed: int) -> None:
     with cluster(seed) as world:
         owners = [Trainer(world, node_id, 25, min_peers=2) for node_id in IDS[:2]]
@@ -154,7 +154,7 @@ def test_a_node_that_always_claims_another_part_is_excluded_by_all(lie: Any, see
     assert those_who_joined_again(honest) == []
 
 
-@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize("seed", seeds(2))
 @pytest.mark.parametrize("event", ["death", "cut", "newcomer", "observer"])
 @pytest.mark.parametrize("lie", [more_parts, another_place])
 def test_other_owners_are_refused_alike_while_nodes_come_and_go(

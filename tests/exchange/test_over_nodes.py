@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -13,6 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 import gradwire as gw
+from gradwire.transport import Limits
 
 SECRET = bytes(range(32))
 NUMEL = 2_000
@@ -141,3 +143,71 @@ def test_training_goes_on_while_a_node_with_another_secret_tries_to_connect(
         lines = [line for line in caplog.messages if other.node.address in line]
         assert any(address in line for line in lines), "every node logs whom it rejects"
     assert other.node.address in str(caught.value)
+
+
+SMALL = Limits(
+    message_bytes_max=1 << 20,
+    send_log_bytes=2 << 20,
+    receive_bytes=2 << 20,
+    window_bytes=1 << 20,
+    lag_s=0.5,
+)
+
+
+@pytest.mark.parametrize("role", ["member", "observer"])
+def test_a_node_outside_that_takes_nothing_for_long_holds_up_nobody(
+    stack: ExitStack, role: str
+) -> None:
+    """An observer that evaluates, or a late process that compiles: what is sent meanwhile fits nowhere."""
+    numel, far = 50_000, 80  # steps of 200 kB
+    nodes: list[gw.Node] = []
+    for _ in range(3):
+        seeds = [each.address for each in nodes[:1]]
+        node = gw.Node("127.0.0.1:0", seeds, secret=SECRET, limits=SMALL)
+        nodes.append(stack.enter_context(node))
+    for node in nodes:
+        node.wait_for_peers(2, timeout_s=20.0)
+    steps = [0, 0]
+    is_away, is_over = threading.Event(), threading.Event()
+
+    def exchange_of(node: gw.Node, **options: Any) -> gw.Exchange:
+        options = {"codec": "dense", "topology": "mesh", "timeout_s": 8.0, **options}
+        return gw.Exchange(gw.Encoder(numel, 1.0), node, min_peers=1, **options)
+
+    def train(rank: int) -> None:
+        params = np.zeros(numel, np.float32)
+        share = exchange_of(nodes[rank])
+        share.join(params)
+        while not is_over.is_set():
+            share.step(np.full(numel, (rank + share.next_step) / 2.0**20, np.float32), params)
+            steps[rank] = share.next_step
+            if not is_away.is_set():
+                time.sleep(0.05)
+        share.leave(params)
+
+    def watch() -> int:
+        params = np.zeros(numel, np.float32)
+        share = exchange_of(nodes[2], role=role)
+        while role == "observer" and not share.follow(params, timeout_s=1.0):
+            pass
+        last = steps[0] + far
+        is_away.set()
+        while min(steps) < last:
+            assert not any(each.done() for each in training), "a member has ended"
+            time.sleep(0.01)
+        while share.next_step < last and role == "observer":
+            share.follow(params, timeout_s=1.0)
+        if role == "member":
+            share.join(params)
+            share.leave(params)
+        is_over.set()
+        return share.next_step - last
+
+    with ThreadPoolExecutor(3) as pool:
+        training = [pool.submit(train, rank) for rank in range(2)]
+        try:
+            assert watch() >= 0
+        finally:
+            is_over.set()
+    for each in training:
+        each.result()

@@ -69,7 +69,7 @@ class Parts:
         def counted(node: FakeNode, buffer: Any, tag: int = 0, to: Peer | None = None) -> Any:
             ticket = publish(node, buffer, tag, to)
             if tag // TAG_NUMBERS == Kind.SNAPSHOT and to == receiver.peer:
-                is_header = bytes(buffer)[:1] == b"{"
+                is_header = bytes(buffer)[:2] == b'{"'  # no four bytes of a value begin so
                 self.headers += is_header
                 self.header_bytes += len(bytes(buffer)) if is_header else 0
                 nbytes = 0 if is_header else len(bytes(buffer))
@@ -101,7 +101,7 @@ def kill_donor(world: Cluster, newcomer: Trainer, trainers: list[Trainer]) -> Tr
     return dead
 
 
-@pytest.mark.parametrize("seed", seeds(5))
+@pytest.mark.parametrize("seed", seeds(3))
 @pytest.mark.parametrize("deaths", [1, 2])
 @pytest.mark.parametrize("how", WAYS.values(), ids=WAYS)
 def test_another_member_goes_on_with_the_snapshot_of_a_donor_that_dies(
@@ -183,7 +183,7 @@ def test_members_that_are_beyond_the_step_of_a_request_send_nothing_in_vain(
     assert parts.nbytes == max(parts.by_sender.values())  # of the one that is asked alone
 
 
-@pytest.mark.parametrize("seed", seeds(5))
+@pytest.mark.parametrize("seed", seeds(3))
 def test_an_asynchronous_newcomer_goes_on_with_the_snapshot_of_a_donor_that_dies(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,7 +207,7 @@ def test_an_asynchronous_newcomer_goes_on_with_the_snapshot_of_a_donor_that_dies
     assert parts.nbytes <= 4 * NUMEL + 4 * PART_BYTES
 
 
-@pytest.mark.parametrize("seed", seeds(5))
+@pytest.mark.parametrize("seed", seeds(3))
 @pytest.mark.parametrize("how", [WAYS["mean"], WAYS["sharded"]], ids=["mesh", "sharded"])
 def test_a_member_that_dies_or_comes_while_a_snapshot_travels_ends_with_identical_replicas(
     seed: int, how: Any

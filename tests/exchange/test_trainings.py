@@ -66,7 +66,7 @@ class Trainer:
             self.world.close(self.node)
 
 
-@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize("seed", seeds(2))
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize(
     ("first", "second"),
@@ -102,7 +102,7 @@ def test_a_process_of_a_crashed_run_is_left_out_of_the_restarted_one(
     assert "127.0.0.1:1000" in leftover.error
 
 
-@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize("seed", seeds(2))
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("restarted", [0, 1])
 @pytest.mark.parametrize("count", [2, 3])
@@ -127,7 +127,7 @@ def test_a_node_that_restarts_without_a_file_while_the_others_live_joins_their_t
     assert ("takes part in a training that has begun" in caplog.text) == (restarted == 0)
 
 
-@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize("seed", seeds(2))
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("new_ids", [(0, 1), (5, 6)], ids=["same ids", "other ids"])
 def test_an_observer_of_a_crashed_run_does_not_follow_a_fresh_one(
@@ -159,7 +159,7 @@ def test_an_observer_of_a_crashed_run_does_not_follow_a_fresh_one(
     assert not any(each.error for each in new)
 
 
-@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize("seed", seeds(2))
 def test_all_restart_from_their_files_and_keep_the_identity(seed: int) -> None:
     with cluster(seed) as world:
         old = [Trainer(world, rank, OLD, 10_000) for rank in (0, 1)]
@@ -180,7 +180,7 @@ def test_all_restart_from_their_files_and_keep_the_identity(seed: int) -> None:
     assert "left over" in leftover.error
 
 
-@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize("seed", seeds(2))
 def test_a_checkpoint_of_another_training_is_refused(seed: int) -> None:
     with cluster(seed) as world:
         one = [Trainer(world, rank, OLD, 12) for rank in (0, 1)]
@@ -207,7 +207,7 @@ def test_a_checkpoint_of_another_training_is_refused(seed: int) -> None:
     assert not any(each.error for each in members)
 
 
-@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize("seed", seeds(2))
 def test_a_node_that_comes_late_has_the_identity_in_its_checkpoint(seed: int) -> None:
     with cluster(seed) as world:
         trainers = [Trainer(world, rank, OLD, 60) for rank in (0, 1)]
@@ -228,7 +228,7 @@ def test_two_nodes_with_one_id_do_not_begin_together() -> None:
     assert not trainers[2].error
 
 
-@pytest.mark.parametrize("seed", seeds(8))
+@pytest.mark.parametrize("seed", seeds(5))
 def test_trainings_that_begin_at_the_same_time_become_one(seed: int) -> None:
     """Three nodes wait for one other each, so any two of them may begin before they see the third."""
     with cluster(seed) as world:

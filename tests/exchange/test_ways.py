@@ -69,7 +69,7 @@ def sharded_from_three_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("sharded_from_three_nodes")
-@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize("seed", seeds(2))
 @pytest.mark.parametrize("initial", [2, 3])
 def test_the_way_stays_when_nodes_come_leave_and_die(seed: int, initial: int) -> None:
     with cluster(seed) as world:

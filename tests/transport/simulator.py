@@ -163,7 +163,9 @@ class Simulator:
         """Stop a host for good; its peers are not told."""
         host.alive = False
 
-    def publish(self, host: Host, payload: bytes, tag: int = 0, to: Peer | None = None) -> Ticket:
+    def publish(
+        self, host: Host, payload: bytes, tag: int = 0, to: Peer | list[Peer] | None = None
+    ) -> Ticket:
         """Publish a message and send whatever may be sent at once, as a node does."""
         ticket = host.endpoint.publish(memoryview(payload), tag, to, self.now_s)
         host.tickets.append(ticket)

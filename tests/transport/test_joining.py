@@ -81,6 +81,34 @@ def test_a_node_that_crashes_in_a_handshake_is_forgotten_and_connects_after_its_
     assert len(survivor.endpoint.peers) == 1
 
 
+@pytest.mark.parametrize("datagrams", range(1, 9))
+def test_the_successor_of_a_node_that_closes_in_a_handshake_is_connected_soon(
+    datagrams: int,
+) -> None:
+    """As of a process that ends a training and begins the next one, which another process has begun already."""
+    simulator = Simulator(1)
+    first, other = simulator.add("first", node_id=1), simulator.add("other", node_id=2)
+    passed = 0
+
+    def count(*_: object) -> bool:
+        nonlocal passed
+        passed += 1
+        return False
+
+    for link in (simulator.link(first, other), simulator.link(other, first)):
+        link.drop = count
+    other.endpoint.connect(first.address)
+    simulator.run_until(lambda: passed >= datagrams, 5.0)
+    first.endpoint.close(simulator.now_s)
+    simulator.run_until(lambda: first.endpoint.is_closed, 1.0)
+    simulator.run_for(0.01)
+    simulator.crash(first)
+    again = simulator.add("first", node_id=1)
+    began_s = simulator.now_s
+    simulator.run_until(lambda: len(other.endpoint.peers) == len(again.endpoint.peers) == 1, 30.0)
+    assert simulator.now_s - began_s < 3.0
+
+
 def test_a_node_that_leaves_with_fragments_in_flight_disturbs_nobody() -> None:
     simulator = Simulator(3)
     one, two, leaver = simulator.mesh(3)

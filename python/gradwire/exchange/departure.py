@@ -850,7 +850,9 @@ class Trainings:
             return
         if not self._is_sync and not own_group.isdisjoint(hello.members):
             if not has_gone:
-                self._admit(run, hello.first_step)
+                # Of two nodes that meet now, the second introduction says which updates come here.
+                if hello.serves(membership.run):
+                    self._admit(run, hello.first_step)
                 return
             if was_outside:
                 return

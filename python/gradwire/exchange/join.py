@@ -109,8 +109,7 @@ class Join:
 
     def poll(self, timeout_s: float) -> None:
         """Send as much as there is space for, receive for up to ``timeout_s``, and find lost members."""
-        lost = self._router.receive(timeout_s)
-        if lost:
+        if lost := self._router.receive(timeout_s):
             self._departure.handle_lost(lost, self._replica.step)
         if self._membership.phase in (Phase.NEW, Phase.JOINING):
             self._trainings.tell_members()
@@ -199,15 +198,16 @@ class Join:
         # What came on an earlier connection has a gap before what comes now.
         if before is None or starts_anew:
             membership.expect_updates(run, anew=True)
-        if hello.phase is Phase.JOINING and membership.phase is Phase.IN:
-            self._router.introduce(run)  # tells from which update on the newcomer gets all
+        begins = before is None or before.phase is Phase.NEW or hello.phase is Phase.JOINING
+        if begins and membership.phase is Phase.IN and membership.gets_updates(run):
+            self._router.introduce(run)  # tells from which update on
         if is_member:
             if membership.phase in (Phase.IN, Phase.READY) and run not in membership.departing:
                 why = "leaves" if hello.phase is Phase.LEAVING else "joins again"
                 self._departure.suspect([run], why)
         elif hello.phase is Phase.IN:
             # The sender says from which update on it sends to this node directly: the snapshot must have all before.
-            membership.expect_direct(run, hello.first_direct)
+            membership.expect_direct(run, hello)
             was_outside = before is not None and before.phase is not Phase.IN
             self._trainings.handle_unknown(run, hello, was_outside=was_outside)
 
@@ -645,26 +645,15 @@ def _updates_between(
 
 
 def _check_kept_updates(membership: Membership, recipient: Recipient) -> None:
-    """Keep no more updates than a snapshot can be worth waiting for; where nothing of it has come, ask again later.
-
-    Raises:
-        TimeoutError: the updates arrive faster than the snapshot.
-    """
+    """Raise `TimeoutError` for more updates than a snapshot can be worth waiting for."""
     streams = [*membership.others.values(), *membership.past.values()]
     kept_bytes = sum(stream.waiting_bytes for stream in streams)
-    if kept_bytes <= max(_KEPT_BYTES, _KEPT_FACTOR * recipient.expected_bytes):
-        return
-    if recipient.incoming is not None:
+    if kept_bytes > max(_KEPT_BYTES, _KEPT_FACTOR * recipient.expected_bytes):
         raise TimeoutError(
             f"{kept_bytes / 1e6:.0f} MB of the members' updates have arrived while this node waits for its "
             f"snapshot ({recipient.progress or 'nothing yet'}): its link does not carry the training; share "
             "with a lower density or a larger every"
         )
-    # They were sent before this node asked, while it did something else: a snapshot of a later step has them.
-    for stream in membership.others.values():
-        stream.forget_waiting()
-    recipient.cancel()
-    recipient.forget()
 
 
 def _can_follow(join: Join) -> bool:

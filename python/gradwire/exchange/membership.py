@@ -41,6 +41,7 @@ __all__ = ["STEPS_AHEAD_MAX", "Membership", "Router", "UpdateStream", "Updates"]
 _LOG = logging.getLogger(__name__)
 
 Updates = list[tuple[NodeRun, list[Message]]]
+Receiver = NodeRun | list[NodeRun] | None  # None: all
 
 STEPS_AHEAD_MAX = 1_024  # of notes, and of updates that nobody applies yet
 _UPDATE_OBJECT_BYTES = 2_000  # memory of the Python objects of an update
@@ -146,12 +147,6 @@ class UpdateStream:
         for kept in (self._payloads, self.notes):
             for old in [old for old in kept if old < oldest]:
                 del kept[old]
-
-    def forget_waiting(self) -> None:
-        """Forget the updates that have arrived, as if the next one were the first."""
-        if self.first_received is not None:
-            self.start_at(self.received)
-            self.first_received = self.received
 
     def take_messages(self) -> list[Message]:
         """Return the next update to apply, and advance.
@@ -443,7 +438,11 @@ class Membership:
             members = sorted({self.run, *self.peers})
         elif self.phase in (Phase.NEW, Phase.JOINING):
             members = sorted(self.introductions.compatible(Phase.IN))
-        new = self.introductions.compatible(Phase.NEW) if self.phase is Phase.NEW else ()
+        sees: Iterable[NodeRun] = ()
+        if self.phase is Phase.NEW:
+            sees = self.introductions.compatible(Phase.NEW)
+        elif self.phase is Phase.IN:
+            sees = filter(self.gets_updates, self.introductions.hellos.keys() - members)
         return Hello(
             self.introductions.signature,
             self.phase,
@@ -461,7 +460,7 @@ class Membership:
             min(self.pace.present_s, STEP_S_MAX),
             self.introductions.slice_bytes,
             self.introductions.excluded,
-            tuple(sorted(new)),
+            tuple(sorted(sees)),
         )
 
     def set_params(self, layout: list[list[object]], start: tuple[str, str]) -> bool:
@@ -482,6 +481,12 @@ class Membership:
             self.past[run] = stream
         if run in self.members:
             self.broken.add(run)
+
+    def gets_updates(self, run: NodeRun) -> bool:
+        """Return whether this node, a member, sends its updates to a node."""
+        # A node that has not begun may be busy with something else for minutes, and would need none of them later.
+        hello = self.introductions.hellos.get(run)
+        return run in self.members or (hello is not None and hello.phase is not Phase.NEW)
 
     def is_known_to(self, run: NodeRun) -> bool:
         """Return whether a node named this node as a member when it last introduced itself."""
@@ -561,8 +566,11 @@ class Membership:
             self.others[run] = UpdateStream(None, self._keeps)
         return self.others[run]
 
-    def expect_direct(self, run: NodeRun, first: int) -> None:
-        """Expect the updates of a node that is not a member from ``first`` on, which it sends directly."""
+    def expect_direct(self, run: NodeRun, hello: Hello) -> None:
+        """Expect the updates of a node that is no member here, from the first that it says it sends directly."""
+        if not hello.serves(self.run):
+            return
+        first = hello.first_direct
         stream = self.expect_updates(run)
         # Introductions of two connections may be handled together. The updates between them are lost.
         if stream.first_received is not None and stream.received < first:
@@ -660,8 +668,7 @@ class Router:
         }
         self._unsent: deque[Outgoing] = deque()
         self._update: Outgoing | None = None  # a large one, on its way
-        peer_of = self._introductions.peer_of
-        self._slicer = Slicer(node, tag_of(Kind.SLICE, 0), peer_of, self._most_bytes)
+        self._slicer = Slicer(node, tag_of(Kind.SLICE, 0), self._peers_of, self._most_bytes)
         self._assembler = Assembler(largest_bytes)
         self._peers: tuple[Peer, ...] = ()
         self._runs: dict[Peer, NodeRun] = {}  # of the connected peers
@@ -685,25 +692,51 @@ class Router:
 
     # ---- sending -----------------------------------------------------------------------------------------------------
 
-    def send(
-        self, kind: Kind, number: int, payload: bytes, receiver: NodeRun | None = None
-    ) -> None:
-        """Queue a control message for all peers or for one, and send as much as there is space for."""
+    def send(self, kind: Kind, number: int, payload: bytes, receiver: Receiver = None) -> None:
+        """Queue a control message for all peers or for some, and send as much as there is space for."""
         # At once if possible: the caller may go off to compute while others wait for the message.
         self._unsent.append(Outgoing(tag_of(kind, number), payload, receiver))
         self.flush()
 
     def flush(self, queue: deque[Outgoing] | None = None) -> bool:
         """Send the queued messages, or those of another queue, while there is space; return whether none is left."""
-        return self._slicer.send_all(self._unsent if queue is None else queue)
+        is_empty = self._slicer.send_all(self._unsent if queue is None else queue)
+        if not is_empty:
+            self._make_room()
+        return is_empty
+
+    def has_room(self, nbytes: int) -> bool:
+        """Return whether the node takes so many bytes now; if not, whoever is no member must not be the reason."""
+        has_room: bool = self.node.has_room(nbytes)
+        if not has_room:
+            self._make_room()
+        return has_room
+
+    def _make_room(self) -> None:
+        """End the connections of nodes that are no members and take nothing: they join again, with a snapshot."""
+        members = self._membership.members
+        outside = {peer for peer, run in self._runs.items() if run not in members}
+        if outside and self._membership.phase is Phase.IN:
+            self.node.drop_late(outside)
+
+    def participants(self) -> list[NodeRun] | None:
+        """Return the nodes that an update and its note are for; None: all that are connected."""
+        here = [run for run in self._runs.values() if self._membership.gets_updates(run)]
+        return None if len(here) == len(self._runs) else here
+
+    def _peers_of(self, receiver: NodeRun | list[NodeRun]) -> Peer | list[Peer]:
+        peer_of = self._introductions.peer_of
+        return peer_of(receiver) if isinstance(receiver, NodeRun) else list(map(peer_of, receiver))
 
     def _most_bytes(self, outgoing: Outgoing) -> int:
         """Return how many bytes of a message all its receivers take at once."""
         # How much a peer takes is known once it has introduced itself, so an introduction must not need to know.
         if outgoing.tag // TAG_NUMBERS == Kind.HELLO:
             return LEAST_SLICE_BYTES
-        receivers = self._connected if outgoing.receiver is None else [outgoing.receiver]
-        return self._introductions.common_slice_bytes(receivers)
+        receivers = self._connected if outgoing.receiver is None else outgoing.receiver
+        return self._introductions.common_slice_bytes(
+            [receivers] if isinstance(receivers, NodeRun) else receivers
+        )
 
     @property
     def slices(self) -> int:
@@ -733,15 +766,18 @@ class Router:
         self._membership.reach_step(step + 1)
         if self._unsent and not self.flush():
             return None
+        receivers = self.participants()
         try:
             if sum([memoryview(piece).nbytes for piece in payload]) <= self._slice_bytes:
                 whole = payload[0] if len(payload) == 1 else b"".join(payload)
-                return self.node.publish(whole, tag=step)
+                to = None if receivers is None else self._peers_of(receivers)
+                return self.node.publish(whole, tag=step, to=to)
             # A step may be encoded again, after this node has joined again: slices of the earlier update are of no use.
             if self._update is None or self._update.payload is not payload:
-                self._update = Outgoing(step, payload)
+                self._update = Outgoing(step, payload, receivers)
             ticket = self._slicer.send(self._update)
         except WouldBlock:
+            self._make_room()
             return None
         self._update = None
         return ticket

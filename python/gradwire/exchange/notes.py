@@ -76,7 +76,7 @@ class Notes:
         self._own[step] = note
         for old in [old for old in self._own if old < step - self._keeps]:
             del self._own[old]
-        self._router.send(Kind.NOTE, step, note.encode())
+        self._router.send(Kind.NOTE, step, note.encode(), self._router.participants())
 
     def _with_newcomers(self, note: Note) -> Note:
         """Return a note that names the nodes that are ready to be members, too."""

@@ -50,7 +50,7 @@ __all__ = [
 
 _LOG = logging.getLogger(__name__)
 
-VERSIONS = [12, 1]  # of this protocol, and of docs/message-format.md
+VERSIONS = [13, 1]  # of this protocol, and of docs/message-format.md
 
 TAG_NUMBERS = 1 << 56  # ``divmod(tag, TAG_NUMBERS)`` is kind and number
 _RELAY = struct.Struct("<QQQ")
@@ -189,7 +189,8 @@ class Hello:
         step: number of the sender's next update.
         members: all members, the sender included; of a node that is new or joins: those that it sees.
         first_step: number of the sender's first update as a member.
-        first_direct: first update that the receiver gets from the sender directly.
+        first_direct: first update that the receiver gets from the sender directly; it gets none if a member names it
+            neither in ``members`` nor in ``sees``.
         origin: the node that began the training.
         role: of the sender.
         start: digests of the sender's initial parameters and of its initial residual; empty: unknown, or none.
@@ -200,7 +201,7 @@ class Hello:
         step_s: time between the sender's last exchanges; 0: there were none.
         slice_bytes: size of the largest message of the transport that the sender takes.
         excluded: nodes whose messages the sender takes no more, each with the reason.
-        sees: of a new node: the other new nodes that it sees.
+        sees: of a new node: the other new nodes that it sees; of a member: the nodes outside that get its updates.
     """
 
     signature: dict[str, Any]
@@ -220,6 +221,10 @@ class Hello:
     slice_bytes: int = SLICE_BYTES
     excluded: tuple[tuple[NodeRun, str], ...] = ()
     sees: tuple[NodeRun, ...] = ()
+
+    def serves(self, run: NodeRun) -> bool:
+        """Return whether the sender, a member, sends its updates to a node."""
+        return run in self.members or run in self.sees
 
     def encode(self) -> bytes:
         """Return the document as bytes."""

@@ -273,7 +273,7 @@ class Step:
 
     def _obstacle(self) -> str | None:
         """Return the reason why this node cannot send one more update; None if it can."""
-        if not self._router.node.has_room(self._room_bytes):
+        if not self._router.has_room(self._room_bytes):
             return "no space to send it: a peer does not take its messages"
         if self._is_sync:
             return None

@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
+from ..rendezvous import format_address as format_address
+from ..rendezvous import parse_address as parse_address
 from .types import Address
 
 Rule: TypeAlias = Literal["bind", "mask", "variable", "route"]
@@ -20,26 +22,6 @@ WILDCARD: Final = "0.0.0.0"  # noqa: S104 - recognised, and bound only when aske
 WILDCARDS: Final = ("", WILDCARD, "::")
 IPV4_TABLE: Final = Path("/proc/net/fib_trie")
 IPV6_TABLE: Final = Path("/proc/net/if_inet6")
-
-
-def format_address(address: Address) -> str:
-    """Return "host:port", with brackets around an IPv6 host."""
-    host, port = address
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def parse_address(text: str) -> Address:
-    """Parse "host:port" or "[v6]:port"; raise `ValueError` unless the port is a number from 0 to 65,535."""
-    if not isinstance(text, str):
-        raise TypeError(f'an address is text such as "10.1.1.7:40123", not {text!r}')
-    host, separator, port = text.strip().rpartition(":")
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-    elif ":" in host:
-        raise ValueError(f"address {text!r}: write an IPv6 address as [host]:port")
-    if not separator or not port.isdecimal() or int(port) > 65_535:
-        raise ValueError(f"address {text!r} is not of the form host:port, with a port up to 65535")
-    return host, int(port)
 
 
 def parse_numeric(text: str, like: Address) -> Address:

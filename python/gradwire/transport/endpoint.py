@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Final
 
 from ..errors import Closed, NotConnected, TooLarge, WouldBlock
-from . import wire
+from . import types, wire
 from .addressing import format_address, parse_address
 from .congestion import NEVER_S
 from .crypto import IV_BYTES, KEY_BYTES, AuthenticationError, KeyChain
@@ -89,15 +89,15 @@ class Endpoint:
         """Return whether `publish` would take a message of this size now; an empty log takes any."""
         return not self.log.used_bytes or self.log.has_room(self.sealer, nbytes)
 
-    def publish(self, payload: memoryview, tag: int, peer: Peer | None, now_s: float) -> Ticket:
-        """Seal a message and queue it for all connected peers, or for ``peer``; see `Node.publish`."""
+    def publish(self, payload: memoryview, tag: int, to: types.Recipients, now_s: float) -> Ticket:
+        """Seal a message and queue it for all connected peers, or for those given; see `Node.publish`."""
         if self.is_closing:
             raise Closed("the node is closed; nothing can be published any more")
         if len(payload) > self.limits.message_bytes_max:
             raise TooLarge(
                 f"a message of {len(payload)} bytes is larger than message_bytes_max ({self.limits.message_bytes_max})"
             )
-        recipients = self._recipients(peer)
+        recipients = self._recipients(to)
         ticket = Ticket(tag, len(payload), frozenset(session.identity for session in recipients))
         if not recipients:
             return ticket
@@ -121,14 +121,21 @@ class Endpoint:
         self.counters.payload_bytes_sent += len(payload) * len(recipients)
         return ticket
 
-    def _recipients(self, peer: Peer | None) -> list[Session]:
-        recipients = [each for each in self._up_sessions() if peer is None or each.peer == peer]
-        if peer is not None and not recipients:
+    def _recipients(self, to: types.Recipients) -> list[Session]:
+        peers = (to,) if isinstance(to, Peer) else to
+        recipients = [each for each in self._up_sessions() if peers is None or each.peer in peers]
+        if isinstance(to, Peer) and not recipients:
             raise NotConnected(
-                f"{peer} is not connected, {len(self.peers)} others are: publish to one of them (node.peers), "
+                f"{to} is not connected, {len(self.peers)} others are: publish to one of them (node.peers), "
                 "or wait for it (node.wait_for_peers)"
             )
         return recipients
+
+    def drop_late(self, peers: Collection[Peer], now_s: float) -> None:
+        """End the sessions of those of these peers that lag."""
+        for session in self._up_sessions():
+            if session.peer in peers and session.sender.is_late(self.limits.lag_s, now_s):
+                session.give_up("lagging", now_s)
 
     def take_messages(self, now_s: float) -> list[Received]:
         """Return and forget the messages received, oldest first, and release their share of the receive budget."""
@@ -351,8 +358,8 @@ class Endpoint:
         self.log.renew_key(now_s)
         for session in sessions:
             session.resume(now_s)
-            if self._evicts and session.sender.is_late(self.limits.lag_s, now_s):
-                session.give_up("lagging", now_s)
+        if self._evicts:
+            self.drop_late(self.peers, now_s)
         if now_s >= self._gossip_at_s and sessions:
             self._gossip_at_s = now_s + GOSSIP_S
             self._introduce_others(sessions[int(now_s / GOSSIP_S) % len(sessions)])

@@ -9,7 +9,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,7 @@ from .driver import Driver, now_s
 from .endpoint import Endpoint
 from .handshake import LocalNode
 from .secret import fingerprint, parse_secret
-from .types import Address, Event, Limits, Peer, Received, Stats, Ticket, flat_view
+from .types import Address, Event, Limits, Peer, Received, Recipients, Stats, Ticket, flat_view
 
 logger = logging.getLogger(__name__)
 
@@ -253,13 +253,13 @@ class Node(NotCopied, instead="make a node in every process that has one"):
             stats = replace(self._endpoint.stats(), kernel_drops=self._driver.kernel_drops)
             return stats if self._is_closed else replace(stats, socket=self._driver.stats())
 
-    def publish(self, buffer: object, tag: int = 0, to: Peer | None = None) -> Ticket:
-        """Send a message to all connected peers, or to one, never block, and return a ticket that follows the message.
+    def publish(self, buffer: object, tag: int = 0, to: Recipients = None) -> Ticket:
+        """Send a message to all connected peers, or to some, never block, and return a ticket that follows the message.
 
         Args:
             buffer: anything contiguous with the buffer protocol; sealed before this returns, so it may change at once.
             tag: a number for the receiver, 64 bits unsigned; usually the step.
-            to: one connected peer; None means all that are connected now.
+            to: one connected peer, or those of several that are connected now; None means all that are.
 
         Raises:
             WouldBlock: the send log is full: some peer has not acknowledged enough.
@@ -269,8 +269,9 @@ class Node(NotCopied, instead="make a node in every process that has one"):
         """
         if not 0 <= operator.index(tag) < 1 << 64:
             raise ValueError(f"tag is {tag}; it must fit 64 bits unsigned")
-        if to is not None and not isinstance(to, Peer):
-            raise TypeError(f"to must be one of node.peers or None, got {to!r}")
+        named = to if isinstance(to, Collection) else () if to is None else (to,)
+        if not all(isinstance(peer, Peer) for peer in named):
+            raise TypeError(f"to must be one of node.peers, several, or None, got {to!r}")
         payload = flat_view(buffer)
         self._check_open()
         with self._lock:
@@ -288,6 +289,12 @@ class Node(NotCopied, instead="make a node in every process that has one"):
                 return True
             self._pump()
             return self._endpoint.has_room(nbytes)
+
+    def drop_late(self, peers: Collection[Peer]) -> None:
+        """End the connections with those of these peers that have acknowledged nothing of theirs for ``lag_s``."""
+        with self._lock:
+            self._endpoint.drop_late(peers, now_s())
+            self._pump(sends=True)
 
     def receive(self, timeout_s: float = 0.0) -> list[Received]:
         """Return the messages that have come, oldest first; wait up to ``timeout_s`` for at least one.

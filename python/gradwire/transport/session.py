@@ -475,12 +475,15 @@ class Session:
     def close(self, now_s: float) -> None:
         """Send a CLOSE; messages that are not acknowledged yet count as undelivered."""
         self.wake()
+        close = wire.encode_frame(wire.Close(REASON_LEFT))
         if self.state in (State.KEYING, State.UP):
             self.state = State.CLOSING
-            close = wire.encode_frame(wire.Close(REASON_LEFT))
             self._retry = Retry(close, self._retry.began_at_s, now_s)
             self.sender.abandon()
         elif self.state is not State.CLOSING:
+            self.control.frames = [
+                close
+            ]  # who has the RESPONSE would wait for an answer to its KEY
             self.end("closed", now_s)
 
     def give_up(self, reason: str, now_s: float) -> None:

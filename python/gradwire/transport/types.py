@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -73,6 +73,7 @@ class PeerLost:
 
 
 Event: TypeAlias = PeerJoined | PeerLost
+Recipients: TypeAlias = Peer | Collection[Peer] | None  # None: all that are connected
 
 
 @dataclass(frozen=True, kw_only=True)
