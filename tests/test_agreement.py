@@ -41,7 +41,7 @@ def factor_of(agreement: float, nodes: int) -> float:
     return math.sqrt(1.0 / (agreement + (1.0 - agreement) / nodes))
 
 
-@pytest.mark.parametrize("numel", [1_000, 300_000])
+@pytest.mark.parametrize("numel", [1_000, 150_000])  # whole, and a sample
 @pytest.mark.parametrize("agreement", [0.0, 0.1, 0.5, 1.0])
 @pytest.mark.parametrize("nodes", [2, 8])
 def test_sketches_give_the_factor_of_whole_updates(

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.torch
 torch = pytest.importorskip("torch", reason="the benchmark's recipes need torch")
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"

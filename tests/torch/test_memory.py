@@ -13,7 +13,10 @@ import pytest
 
 pytest.importorskip("torch")
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="reads /proc")
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="reads /proc"),
+]
 
 # Messages, what they are made of, and the modules that are imported on the way.
 REST = 1.5
@@ -52,8 +55,8 @@ with gw.Node("127.0.0.1:0", secret=bytes(range(32))) as node:
     ("dtype", "overlap", "density", "most", "to_leave"),
     [
         ("float32", 0, 0.01, 4, 4),
-        ("float32", 1, 0.01, 4, 4),
-        ("float32", 0, {"1*": 0.02, "*": 0.01}, 4, 4),
+        pytest.param("float32", 1, 0.01, 4, 4, marks=pytest.mark.slow),
+        pytest.param("float32", 0, {"1*": 0.02, "*": 0.01}, 4, 4, marks=pytest.mark.slow),
         ("bfloat16", 0, 0.01, 8, 6),
     ],
 )
