@@ -451,6 +451,38 @@ def test_entries_that_describe_no_message_are_refused(
         )
 
 
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"message": None}, "a message must be a Message or its bytes, got None"),
+        ({"scale": "0.5"}, "scale must be a number, got '0.5'"),
+        ({"scale": None}, "scale must be a number, got None"),
+        ({"part": 0}, r"part must be partition\[i\] of a Partition, got 0"),
+        ({"part": gw.Partition(3, 1)}, r"part must be partition\[i\]"),
+        ({"threads": "2"}, "threads must be an int, got '2'"),
+    ],
+)
+def test_arguments_of_the_wrong_kind_are_refused_by_name(arguments: Any, complaint: str) -> None:
+    message = gw.Encoder(3, 0.5).encode(np.ones(3, np.float32))
+    target = np.zeros(3, np.float32)
+    with pytest.raises(TypeError, match=complaint):
+        gw.apply(**{"message": message, "target": target, **arguments})
+    assert not target.any()
+    gw.apply(message, target, np.float32(0.5), threads=np.int64(1))
+    assert (target == 0.25).all()
+
+
+def test_numbers_of_messages_are_checked() -> None:
+    values = np.ones(3, np.float32)
+    for wrong in ("1", None, 1.0):
+        with pytest.raises(TypeError, match="key must be an int"):
+            gw.dense_message(values, key=wrong)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="numel must be an int"):
+            gw.max_message_bytes(wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="step must be 0 to 4294967295, got -1"):
+        gw.dense_message(values, step=-1)
+
+
 def test_a_scale_of_zero_and_a_threshold_of_true_are_refused() -> None:
     with pytest.raises(ValueError, match="scale is 0"):
         gw.apply(gw.Encoder(3).encode(np.ones(3, np.float32)), np.zeros(3, np.float32), scale=0)

@@ -963,3 +963,23 @@ def test_a_difference_without_a_residual_is_that_of_one_with_a_residual(
         with pytest.raises(gw.NonFiniteUpdate) as caught:
             encode(encoder)
         assert (caught.value.count, caught.value.first_index) == (2, 700)
+
+
+def test_an_encoder_of_numpy_s_numbers_has_plain_ones() -> None:
+    encoder = gw.Encoder(np.prod((2, 4)), np.float32(0.5), key=np.int64(3), threads=np.int8(1))
+    assert [type(number) for number in (encoder.numel, encoder.key, encoder.threads)] == [int] * 3
+    assert encoder.encode(np.ones(8, np.float32), max_bytes=np.int64(999)).count == 8
+    for wrong in ("99", [99], np.array(99)):
+        with pytest.raises(ValueError, match="max_bytes must be a whole number"):
+            encoder.encode(np.ones(8, np.float32), max_bytes=wrong)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("dtype", [None, "float", "half", 4, "text", np.int64])
+def test_a_residual_of_another_dtype_is_refused_by_name(dtype: Any) -> None:
+    if dtype == "float":
+        assert gw.Encoder(4, dtype=dtype).dtype == "float64"
+        return
+    with pytest.raises(ValueError, match='dtype of the residual must be "float32" or "float64"'):
+        gw.Encoder(4, dtype=dtype)
+    with pytest.raises(TypeError, match="keeps_residual must be True or False"):
+        gw.Encoder(4, keeps_residual="False")  # type: ignore[arg-type]

@@ -77,7 +77,7 @@ def test_partitions_are_values() -> None:
 @pytest.mark.parametrize(
     ("arguments", "first", "what"),
     [
-        ((-1, 1), 0, "numel must not be negative, got -1"),
+        ((-1, 1), 0, "numel must be 0 to 281474976710656, got -1"),
         ((9, 0), 0, "parts must be 1 to 65536, got 0"),
         ((9, 2**17), 0, "parts must be 1 to 65536, got 131072"),
         ((9, 3), 3, "first must be 0 to 2, got 3"),
@@ -90,6 +90,15 @@ def test_impossible_partitions_are_refused(
         gw.Partition(*arguments, first=first)
     with pytest.raises(IndexError, match="part 3 of 3"):
         gw.Partition(9, 3)[3]
+
+
+def test_only_whole_numbers_divide() -> None:
+    for wrong in ("3", None, True, 3.0, np.float32(3.0)):
+        for arguments in ({"numel": wrong}, {"parts": wrong}, {"first": wrong}):
+            options: Any = {"numel": 100, "parts": 3, **arguments}
+            with pytest.raises(TypeError, match=f"{next(iter(arguments))} must be an int"):
+                gw.Partition(**options)
+    assert repr(gw.Partition(np.int64(100), np.uint8(3))) == repr(gw.Partition(100, 3))
 
 
 # --- encoding -------------------------------------------------------------------------------------

@@ -513,3 +513,42 @@ def test_policies_that_aim_at_no_density_are_the_owners_own() -> None:
 
     for policy in (FixedThreshold(0.5), AdaptiveThreshold(), StepThreshold(), Own(0.05)):
         assert owners_policy(policy, PARTITION.sizes) is policy
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (FixedThreshold, "value"),
+        (TargetDensity, "density"),
+        (lambda value: TargetDensity(initial=value), "initial"),
+        (lambda value: gw.TargetBytes(100, minimum=value), "minimum"),
+        (lambda value: AdaptiveThreshold(density_min=value), "density_min"),
+        (lambda value: AdaptiveThreshold(decay=value), "decay"),
+        (lambda value: StepThreshold(trigger=value), "trigger"),
+        (lambda value: ShakeUp(divisor=value), "divisor"),
+        (ResidualClip, "limit"),
+        (lambda value: gw.Encoder(4).set_policy(TargetDensity(), value), "threshold"),
+    ],
+)
+def test_what_is_no_number_is_refused_by_name(make: Callable[[Any], object], name: str) -> None:
+    for value in ("0.5", True, [0.5], 0.5j, np.bool_(True), np.array([0.5])):
+        with pytest.raises(TypeError, match=f"{name} must be a number, got"):
+            make(value)
+    for number in (10**400, -(10**400), math.nan):
+        if name != "limit" or number != 10**400:
+            with pytest.raises(ValueError, match=r"must|a threshold|is a density"):
+                make(number)
+
+
+def test_numbers_of_numpy_make_the_policies_of_plain_numbers() -> None:
+    half, four = np.float32(0.5), np.int64(4)
+    for policy, plain in (
+        (FixedThreshold(half), FixedThreshold(0.5)),
+        (FixedThreshold(four), FixedThreshold(4.0)),
+        (TargetDensity(half, half, half), TargetDensity(0.5, 0.5, 0.5)),
+        (gw.TargetBytes(four), gw.TargetBytes(4)),
+        (StepThreshold(step=half, delay=four), StepThreshold(step=0.5, delay=4)),
+        (ShakeUp(four, np.float32(3.0)), ShakeUp(4, 3.0)),
+        (ResidualClip(np.float32(3.0), four), ResidualClip(3.0, 4)),
+    ):
+        assert repr(policy) == repr(plain)

@@ -331,6 +331,40 @@ def test_what_are_no_arrays_is_refused(params: Any) -> None:
         gw.share(params)
 
 
+@pytest.mark.parametrize(
+    ("params", "complaint"),
+    [
+        ([], "params must be an array or a list of arrays, and the list is empty"),
+        (np.zeros(3, np.int64), "parameters must be float32 or float64, got int64"),
+        (np.zeros(3, np.float16), "parameters must be float32 or float64, got float16"),
+        (np.zeros(3, complex), "parameters must be float32 or float64, got complex128"),
+        (np.zeros((3, 2), np.float32)[:, 0], "C-contiguous and writable"),
+        (np.float32(1.0), "C-contiguous and writable"),
+    ],
+)
+def test_arrays_that_cannot_be_trained_are_refused_before_there_is_a_node(
+    params: Any, complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gw.Node, "from_env", None)
+    with pytest.raises((TypeError, ValueError), match=complaint):
+        gw.share(params)
+
+
+@pytest.mark.parametrize("density", ["0.1", [0.1], {"0": "0.1"}, {0: 0.1}, gw.TargetDensity(0.1)])
+def test_a_density_of_another_kind_is_refused(density: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"density.* must be"):
+        gw.share(np.zeros(99, np.float32), density=density)
+
+
+@pytest.mark.parametrize("state", [None, [], {}, {"params": []}, gw.Encoder(3).state_dict()])
+def test_a_state_of_something_else_is_refused(state: Any) -> None:
+    with (
+        gw.share(np.zeros(3, np.float32)) as shared,
+        pytest.raises(ValueError, match="a state of shared arrays has params and exchange"),
+    ):
+        shared.load_state_dict(state)
+
+
 def test_an_update_of_another_shape_is_refused_unless_it_is_flat() -> None:
     with gw.Node("127.0.0.1:0", secret=bytes(range(32))) as node:
         params = [np.zeros((3, 4), np.float32), np.zeros((), np.float32)]

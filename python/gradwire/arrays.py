@@ -20,6 +20,7 @@ __all__ = [
     "Arrays",
     "add",
     "add_finite",
+    "check_arrays",
     "copies",
     "cuda_core",
     "cuda_problem",
@@ -138,6 +139,19 @@ def _current_stream(arrays: Any, device: int) -> int:
 
 
 # ---- arrays as NumPy sees them, or torch's tensors on a device -------------------------------------------------------
+
+
+def check_arrays(arrays: Sequence[Any]) -> None:
+    """Raise `TypeError` unless there are arrays, and nothing else, in a list that a caller has given."""
+    strange = [
+        array for array in arrays if not (hasattr(array, "dtype") and hasattr(array, "shape"))
+    ]
+    if strange or not arrays:
+        raise TypeError(
+            "params must be an array or a list of arrays, and "
+            f"{f'one is a {type(strange[0]).__name__}' if strange else 'the list is empty'}: of a model, pass "
+            "list(model.parameters()), of a dict list(params.values()), in the same order on all nodes"
+        )
 
 
 def views(arrays: Any) -> Arrays:
@@ -400,7 +414,8 @@ def _view(array: Any) -> NDArray[Any]:
     if getattr(array, "is_cuda", False):
         tensor: NDArray[Any] = array
         return tensor
-    if hasattr(array, "__array_interface__"):
+    # NumPy would copy one of its numbers.
+    if hasattr(array, "__array_interface__") and not isinstance(array, np.generic):
         return np.asarray(array)
     try:
         return np.asarray(array.numpy() if hasattr(array, "numpy") else memoryview(array))

@@ -26,6 +26,7 @@ from .policy import (
     TargetBytes,
     TargetDensity,
     ThresholdPolicy,
+    as_number,
     begin,
     default_policy,
     follow,
@@ -35,6 +36,7 @@ from .policy import (
     rounding_point_of,
     sample_turn,
     sampled_density,
+    whole,
 )
 from .state import EncoderState, check_range
 
@@ -102,6 +104,7 @@ class ThresholdRule:
         """
         if dense and max_bytes is not None:
             raise ValueError("max_bytes is for messages of a threshold, not for dense ones")
+        max_bytes = None if max_bytes is None else whole("max_bytes", max_bytes, least=1)
         limits = [limit for limit in (max_bytes, self.max_bytes) if limit is not None]
         if dense or not limits:
             return 0, numel
@@ -244,31 +247,29 @@ class Encoder:
         threads: int = 1,
         keeps_residual: bool = True,
     ) -> None:
-        check_range("numel", numel, 0, _MAX_NUMEL)
+        self.numel = numel = check_range("numel", numel, 0, _MAX_NUMEL)
         if threshold is None:
             threshold = default_policy(numel)
         elif isinstance(threshold, (bool, np.bool_)):
             raise TypeError(f"threshold is {threshold!r}, must be a threshold policy or a number")
         elif isinstance(threshold, (int, float, np.integer, np.floating)):
-            threshold = FixedThreshold(float(threshold))
+            threshold = FixedThreshold(as_number("threshold", threshold))
         if not isinstance(threshold, TargetBytes):
             _check_kind("threshold", threshold, "next_threshold", "a threshold policy or a number")
         if shakeup is not None:
             _check_kind("shakeup", shakeup, "divisor", "a ShakeUp")
         if clip is not None:
             _check_kind("clip", clip, "limit", "a ResidualClip")
-        check_range("key", key, 0, 2**32 - 1)
-        check_range("threads", threads, 1, 1024)
+        self.key = check_range("key", key, 0, 2**32 - 1)
+        self.threads = check_range("threads", threads, 1, 1024)
         if on_nonfinite not in ("raise", "skip"):
             raise ValueError(f'on_nonfinite must be "raise" or "skip", got {on_nonfinite!r}')
         if not self._devices.fullmatch(str(device)):
             raise ValueError(f'device must be "cpu", "cuda" or "cuda:<number>", got {device!r}')
-        self.numel = numel
-        self.key = key
-        self.dtype = np.dtype(dtype).name
-        if self.dtype not in ("float32", "float64"):
-            raise ValueError(
-                f'dtype of the residual must be "float32" or "float64", got {self.dtype!r}'
+        self.dtype = _dtype_of_residual(dtype)
+        if not isinstance(keeps_residual, (bool, np.bool_)):
+            raise TypeError(
+                f"keeps_residual must be True or False, got {reprlib.repr(keeps_residual)}"
             )
         # What these take out of the residual would be in the difference again.
         if not keeps_residual and (clip is not None or on_nonfinite == "skip"):
@@ -280,7 +281,6 @@ class Encoder:
         self.shakeup = shakeup
         self.clip = clip
         self.on_nonfinite = on_nonfinite
-        self.threads = threads
         self.keeps_residual = keeps_residual
         self._rule = ThresholdRule.of(threshold, numel)
         self._allocate()
@@ -479,7 +479,7 @@ class Encoder:
         if not isinstance(policy, TargetBytes):
             _check_kind("policy", policy, "next_threshold", "a threshold policy")
         if threshold is not None:
-            self._memory.set_threshold(threshold)
+            self._memory.set_threshold(as_number("threshold", threshold))
         self.policy = policy
         self._rule = ThresholdRule.of(policy, self.numel)
         self._memory.begin(self._rule, self._step)
@@ -601,6 +601,21 @@ def backends() -> list[str]:
     True
     """
     return [*_core.usable_isas(), *([] if cuda_problem() else ["cuda"])]
+
+
+def _dtype_of_residual(dtype: Any) -> str:
+    """Return the name of the residual's dtype.
+
+    Raises:
+        ValueError: it is another than float32 and float64.
+    """
+    try:
+        name = "None" if dtype is None else np.dtype(dtype).name
+    except (TypeError, ValueError):
+        name = str(dtype)
+    if name not in ("float32", "float64"):
+        raise ValueError(f'dtype of the residual must be "float32" or "float64", got {name!r}')
+    return name
 
 
 def _check_kind(name: str, value: Any, attribute: str, kind: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 import sys
 import weakref
 from typing import Any
@@ -12,6 +13,7 @@ from . import _core
 from ._core import Message, parse_many
 from .arrays import cuda_core, device_of, stream_of
 from .partition import Part
+from .state import check_range
 
 __all__ = [
     "Message",
@@ -56,7 +58,7 @@ def apply(
     Raises:
         MessageError: the payload is inconsistent, or the message has another number of elements than the part; the
             target is unchanged.
-        TypeError: the target is neither float32 nor float64.
+        TypeError: the target is neither float32 nor float64, or another argument is of the wrong kind.
         ValueError: wrong size, device or layout, a read-only target, overlapping arrays, a scale that is not finite, or
             ``threads`` out of range.
 
@@ -86,6 +88,11 @@ def apply_many(
     Arguments and errors are those of ``apply``; all messages are of the same part. All messages are checked before the
     first element changes.
     """
+    if not hasattr(scale, "__float__"):
+        raise TypeError(f"scale must be a number, got {reprlib.repr(scale)}")
+    if part is not None and not isinstance(part, Part):
+        raise TypeError(f"part must be partition[i] of a Partition, got {reprlib.repr(part)}")
+    check_range("threads", threads, 1, 1024)
     device = device_of(target)
     if device < 0:
         on_host = [_on_host(message) for message in messages]
@@ -218,9 +225,11 @@ def dense_message(values: Any, *, key: int = 0, step: int = 0, bfloat16: bool = 
         bfloat16: round to bfloat16 (nearest-even), which takes half or a quarter of the bytes.
 
     Raises:
-        TypeError: another dtype.
-        ValueError: not contiguous, or not on the CPU.
+        TypeError: another dtype, or ``key`` or ``step`` is not an int.
+        ValueError: not contiguous, not on the CPU, or ``key`` or ``step`` is out of range.
     """
+    check_range("key", key, 0, 2**32 - 1)
+    check_range("step", step, 0, 2**32 - 1)
     return _core.dense(values, "bfloat16" if bfloat16 else "", key, step)
 
 
@@ -234,14 +243,14 @@ def max_message_bytes(numel: int, dense: bool = False, dtype: str = "float32") -
 
     Raises:
         ValueError: ``numel`` or ``dtype`` is out of range.
+        TypeError: ``numel`` is not an int.
 
     >>> max_message_bytes(1_000_000)
     220048
     """
     if dtype not in ("float32", "float64", "bfloat16"):
         raise ValueError(f'dtype must be "float32", "float64" or "bfloat16", got {dtype!r}')
-    if numel < 0:
-        raise ValueError(f"numel must not be negative, got {numel}")
+    check_range("numel", numel, 0, 2**48)
     return _core.max_message_bytes(numel, dense, dtype)
 
 
@@ -251,7 +260,12 @@ def _on_host(message: Any) -> Message:
         return message
     if hasattr(message, "check"):
         message.check()  # raises the reason of a refusal; the buffer protocol would raise a BufferError
-    return Message.parse(message)
+    try:
+        return Message.parse(message)
+    except TypeError:
+        raise TypeError(
+            f"a message must be a Message or its bytes, got {reprlib.repr(message)}"
+        ) from None
 
 
 # The copies of host messages in device memory, by the id of the message, device and stream, as long as the message

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from .state import check_range
+
 __all__ = ["Part", "Partition"]
 
+_NUMEL_MAX = 2**48
 _PARTS_MAX = 2**16
 # More blocks balance the parts better where changes cluster. Fewer cost less.
 _BLOCKS_PER_PART = 256
@@ -31,6 +34,7 @@ class Partition:
 
     Raises:
         ValueError: an argument is out of range.
+        TypeError: an argument is not an int.
 
     >>> partition = Partition(200, 3)
     >>> partition.block, partition.sizes
@@ -45,12 +49,9 @@ class Partition:
     block: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.numel < 0:
-            raise ValueError(f"numel must not be negative, got {self.numel}")
-        if not 1 <= self.parts <= _PARTS_MAX:
-            raise ValueError(f"parts must be 1 to {_PARTS_MAX}, got {self.parts}")
-        if not 0 <= self.first < self.parts:
-            raise ValueError(f"first must be 0 to {self.parts - 1}, got {self.first}")
+        object.__setattr__(self, "numel", check_range("numel", self.numel, 0, _NUMEL_MAX))
+        object.__setattr__(self, "parts", check_range("parts", self.parts, 1, _PARTS_MAX))
+        object.__setattr__(self, "first", check_range("first", self.first, 0, self.parts - 1))
         wanted = max(self.numel // (_BLOCKS_PER_PART * self.parts), 1)
         block = min(max(1 << (wanted.bit_length() - 1), _BLOCK_MIN), _BLOCK_MAX)
         object.__setattr__(self, "block", block)

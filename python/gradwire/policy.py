@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import lru_cache, partial
-from typing import ClassVar, NamedTuple, Protocol
+from numbers import Integral, Real
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 __all__ = [
     "FIRST_TREND",
@@ -30,6 +31,7 @@ __all__ = [
     "TargetBytes",
     "TargetDensity",
     "ThresholdPolicy",
+    "as_number",
     "begin",
     "default_policy",
     "divide_budget",
@@ -44,6 +46,7 @@ __all__ = [
     "rounding_point_of",
     "sample_turn",
     "sampled_density",
+    "whole",
 ]
 
 # bfloat16: 8 significant bits, and the smallest subnormal is 2^-133.
@@ -191,6 +194,21 @@ class ThresholdPolicy(Protocol):
         """
 
 
+def as_number(name: str, value: Any) -> float:
+    """Return a number, which may be NumPy's, as a float; one that is too large for that as infinity.
+
+    Raises:
+        TypeError: the value is not a number.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {reprlib.repr(value)}")
+    number: Any = value
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf if number > 0 else -math.inf
+
+
 def round_threshold(threshold: float) -> float:
     """Return ``threshold`` rounded once to the nearest bfloat16 value, ties to even.
 
@@ -224,6 +242,7 @@ class FixedThreshold:
     value: float
 
     def __post_init__(self) -> None:
+        _as_numbers(self, "value")
         round_threshold(self.value)
 
     @property
@@ -264,6 +283,7 @@ class AdaptiveThreshold:
     minimum: float = 1e-8
 
     def __post_init__(self) -> None:
+        _as_numbers(self, "initial", "density_min", "density_max", "decay", "minimum")
         _check_thresholds(self.initial, self.minimum)
         if not 0.0 <= self.density_min <= self.density_max <= 1.0:
             raise ValueError(
@@ -311,12 +331,13 @@ class StepThreshold:
     delay: int = 50
 
     def __post_init__(self) -> None:
+        _as_numbers(self, "initial", "minimum", "step", "trigger")
         _check_thresholds(self.initial, self.minimum)
         if not 0.0 < self.step < math.inf:
             raise ValueError(f"step must be positive and finite, got {self.step!r}")
         if not 0.0 <= self.trigger <= 1.0:
             raise ValueError(f"trigger is a density in 0 ... 1, got {self.trigger!r}")
-        _check_whole("delay", self.delay, least=0)
+        _as_whole(self, "delay", least=0)
 
     def next_threshold(
         self,
@@ -374,6 +395,7 @@ class TargetDensity:
     minimum: float = 1e-8
 
     def __post_init__(self) -> None:
+        _as_numbers(self, "density", "minimum", *([] if self.initial is None else ["initial"]))
         _check_thresholds(self.minimum if self.initial is None else self.initial, self.minimum)
         if not 0.0 < self.density < 1.0:
             raise ValueError(f"density must be in (0, 1), got {self.density!r}")
@@ -527,7 +549,8 @@ class TargetBytes:
     minimum: float = 1e-8
 
     def __post_init__(self) -> None:
-        _check_whole("max_bytes_per_step", self.max_bytes_per_step, least=1)
+        _as_whole(self, "max_bytes_per_step", least=1)
+        _as_numbers(self, "minimum")
         round_threshold(self.minimum)
 
     def density_of(self, numel: int) -> TargetDensity:
@@ -547,7 +570,7 @@ def most_changed(max_bytes: int, numel: int, parts: int) -> int:
     Raises:
         ValueError: not even one changed element fits.
     """
-    _check_whole("max_bytes", max_bytes, least=1)
+    whole("max_bytes", max_bytes, least=1)
     if max_bytes >= _ceiling_bytes(numel, parts):
         return numel
     bytes_of = partial(_bytes_of, numel, parts)
@@ -616,7 +639,8 @@ class ShakeUp:
     divisor: float = 3.0
 
     def __post_init__(self) -> None:
-        _check_whole("every", self.every, least=1)
+        _as_whole(self, "every", least=1)
+        _as_numbers(self, "divisor")
         if not 1.0 <= self.divisor < math.inf:
             raise ValueError(f"divisor must be finite and at least 1, got {self.divisor!r}")
 
@@ -642,7 +666,8 @@ class ResidualClip:
     every: int = 5
 
     def __post_init__(self) -> None:
-        _check_whole("every", self.every, least=1)
+        _as_whole(self, "every", least=1)
+        _as_numbers(self, "limit")
         if not 1.0 <= self.limit < math.inf:
             raise ValueError(f"limit must be finite and at least 1, got {self.limit!r}")
 
@@ -667,7 +692,7 @@ def default_policy(numel: int, *, is_adaptive: bool = False, every: int = 1) -> 
     >>> default_policy(2_000_000).density, default_policy(500_000).density
     (0.01, 0.02)
     """
-    is_high = is_adaptive or every >= MANY_LOCAL_STEPS
+    is_high = is_adaptive or whole("every", every, least=1) >= MANY_LOCAL_STEPS
     policy = TargetDensity(_ADAPTIVE_DENSITY if is_high else _DENSITY)
     return _denser(policy, numel, _LARGE_NUMEL)
 
@@ -818,8 +843,24 @@ def _check_thresholds(initial: float, minimum: float) -> None:
         raise ValueError(f"minimum {minimum!r} is above initial {initial!r}")
 
 
-def _check_whole(name: str, value: int, *, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+def whole(name: str, value: Any, *, least: int) -> int:
+    """Return a whole number, which may be NumPy's, as an int.
+
+    Raises:
+        ValueError: the value is none, or too small.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise ValueError(
             f"{name} must be a whole number of at least {least}, got {reprlib.repr(value)}"
         )
+    return int(value)
+
+
+def _as_numbers(policy: object, *names: str) -> None:
+    """Make attributes floats: those of NumPy would make a policy compute with less precision than other nodes' have."""
+    for name in names:
+        object.__setattr__(policy, name, as_number(name, getattr(policy, name)))
+
+
+def _as_whole(policy: object, name: str, *, least: int) -> None:
+    object.__setattr__(policy, name, whole(name, getattr(policy, name), least=least))

@@ -69,7 +69,7 @@ def path_of(kind: str, name: str) -> Path:
     Raises:
         ValueError: the name cannot be used.
     """
-    if not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ValueError(
             f'the name {name!r} has other characters than letters, digits, ".", "_" and "-", or not 1 to 64'
         )

@@ -8,6 +8,7 @@ import gc
 import logging
 import math
 import os
+import reprlib
 import sys
 import threading
 import weakref
@@ -15,13 +16,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
+from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from . import rendezvous
-from .arrays import copies, device_of, put, views, writable_views
+from .arrays import check_arrays, copies, device_of, put, views, writable_views
 from .codec import Encoder
 from .errors import Closed, NotCopied, PeerLost, TransportError
 from .exchange import Exchange, Group, Groups, Joined, LocalExchange, LocalTeam, StepResult
@@ -41,6 +43,7 @@ __all__ = [
     "Training",
     "TrainingMaker",
     "check_shapes",
+    "check_state",
     "share",
     "training_for",
 ]
@@ -298,13 +301,15 @@ class SharedArrays(NotCopied, instead="save its state_dict()"):
         """Continue from ``state``, before the first step; ``params`` then are the saved ones.
 
         Raises:
-            ValueError: the state is of other arrays, or as ``Exchange.load_state_dict``; nothing was loaded.
+            ValueError: the state is not from ``state_dict``, or of other arrays, or as ``Exchange.load_state_dict``;
+                nothing was loaded.
             RuntimeError: training has begun; nothing was loaded.
         """
         if self._has_joined or self._is_closed:
             raise RuntimeError(
                 "this training has begun or ended: load a state right after share, before the first step"
             )
+        check_state(state)
         check_shapes(state["params"], writable_views(self.params))
         self.exchange.load_state_dict(state["exchange"])
         put(writable_views(self.params), state["params"])
@@ -390,15 +395,22 @@ def share(
     [0.5, 0.25, -0.5]
     """
     arrays = list(params) if isinstance(params, (list, tuple)) else [params]
-    for array in arrays:
-        if not (hasattr(array, "dtype") and hasattr(array, "shape")):
-            raise TypeError(
-                f"params must be an array or a list of arrays, and one is a {type(array).__name__}: of a dict, pass "
-                "list(params.values()), in the same order on all nodes"
-            )
+    check_arrays(arrays)
+    writable_views(arrays)  # refuses before there is a node
     named = [(str(index), array) for index, array in enumerate(arrays)]
     training = training_for(named, density, node=node, shakeup=shakeup, clip=clip, **options)
     return SharedArrays(params, training)
+
+
+def check_state(state: Any) -> None:
+    """Raise `ValueError` unless a state is one of shared arrays."""
+    if isinstance(state, Mapping) and {"params", "exchange"} <= state.keys():
+        return
+    what = list(state) if isinstance(state, Mapping) else state
+    raise ValueError(
+        f"a state of shared arrays has params and exchange, this one is of {reprlib.repr(what)}: load what "
+        "state_dict() has returned"
+    )
 
 
 def check_shapes(saved: Sequence[Any], params: Sequence[Any]) -> None:
@@ -439,8 +451,9 @@ def _groups_for(
     few parameters would be sent in steps of the others' size, and stay behind for hundreds of them.
     Frozen parameters have a group of their own: the densities are those of the model without them.
     """
-    patterns = density if isinstance(density, Mapping) else {}
-    rest = None if isinstance(density, Mapping) else density
+    given = density if isinstance(density, Mapping) else {}
+    patterns = {_checked_pattern(key): _checked_density(value) for key, value in given.items()}
+    rest = None if isinstance(density, Mapping) else _checked_density(density)
     by_density: dict[tuple[bool, float | str | None, int], list[int]] = {}
     numel_of_value: Counter[float | str | None] = Counter()
     used = set()
@@ -470,7 +483,7 @@ def _groups_for(
     for number, ((is_frozen, value, _), indices) in enumerate(by_density.items()):
         numel = sum(math.prod(named[index][1].shape) for index in indices)
         policy = default_policy(numel_of[is_frozen], is_adaptive=is_adaptive, every=every)
-        if value not in (None, "dense"):
+        if isinstance(value, float):
             policy = _policy(value, numel_of_value[value])
         threads = max(1, min(processors, numel // _THREAD_NUMEL))
         encoder = Encoder(
@@ -493,9 +506,23 @@ def _is_frozen(array: Any) -> bool:
     return getattr(array, "is_leaf", False) and not array.requires_grad
 
 
-def _policy(density: Any, numel: int) -> TargetDensity:
-    if isinstance(density, (bool, str)) or not 0.0 < density < 1.0:
+def _checked_pattern(pattern: Any) -> str:
+    if not isinstance(pattern, str):
+        raise TypeError(f'density: a pattern must be a text such as "0" or "*", got {pattern!r}')
+    return pattern
+
+
+def _checked_density(density: Any) -> float | str | None:
+    """Return a density as a float, or "dense"; None: the default."""
+    if density is None or (isinstance(density, str) and density == "dense"):
+        return density
+    is_number = isinstance(density, Real) and not isinstance(density, bool)
+    if not (is_number and 0.0 < density < 1.0):
         raise ValueError(f'density is {density!r}, must be in (0, 1), about 0.01, or "dense"')
+    return float(density)
+
+
+def _policy(density: float, numel: int) -> TargetDensity:
     if density * numel < 1.0:
         enough = f"at least {1.0 / numel:.2g}" if numel > 1 else '"dense"'
         raise ValueError(

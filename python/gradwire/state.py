@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import reprlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .policy import PolicyState, Supply, round_threshold
+from .policy import PolicyState, Supply, as_number, round_threshold
 
-__all__ = ["EncoderState", "check_format", "check_range"]
+__all__ = ["EncoderState", "check_format", "check_range", "check_seconds"]
 
 _ENCODER_FORMAT = 2
 
@@ -26,13 +28,16 @@ def check_format(state: dict[str, Any], known: int, name: str = "state") -> None
 
     Raises:
         ValueError: the state has another format, or none.
+        TypeError: it is no dict.
     """
+    if not isinstance(state, Mapping):
+        raise TypeError(f"{name} must be a dict from state_dict(), got {reprlib.repr(state)}")
     if state.get("format") != known:
         raise ValueError(f"{name} has format {state.get('format')!r}, this gradwire reads {known}")
 
 
-def check_range(name: str, value: int, least: int, most: int) -> None:
-    """Refuse a value that is not an int from ``least`` to ``most``.
+def check_range(name: str, value: int, least: int, most: int) -> int:
+    """Return an int from ``least`` to ``most``, one of NumPy's as an int; refuse everything else.
 
     Raises:
         TypeError: the value is not an int.
@@ -42,6 +47,22 @@ def check_range(name: str, value: int, least: int, most: int) -> None:
         raise TypeError(f"{name} must be an int, got {reprlib.repr(value)}")
     if not least <= value <= most:
         raise ValueError(f"{name} must be {least} to {most}, got {value}")
+    return int(value)
+
+
+def check_seconds(name: str, value: Any, *, least: float = math.ulp(0.0)) -> float:
+    """Return a time in seconds as a float; infinity: for ever.
+
+    Raises:
+        TypeError: the value is not a number.
+        ValueError: it is NaN, or too small: without ``least`` it must be positive.
+    """
+    seconds = as_number(name, value)
+    if not seconds >= least:
+        raise ValueError(
+            f"{name} is {value}, must be {'0 or more' if least == 0.0 else 'positive'}"
+        )
+    return seconds
 
 
 @dataclass(frozen=True)
@@ -101,7 +122,7 @@ class EncoderState:
             changed_at = int(state["changed_at"])
             trend, deviation, supply = state["course"]
             policy_state = PolicyState(float(trend), float(deviation), Supply(supply))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"state is not that of an encoder: {error}") from None
         round_threshold(threshold)
         check_range("step", step, 0, 2**63)

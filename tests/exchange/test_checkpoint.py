@@ -173,7 +173,7 @@ def test_states_that_do_not_belong_together_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=complaint):
             redistribute(bad, 1)
-    with pytest.raises(ValueError, match="world_size is 0"):
+    with pytest.raises(ValueError, match="world_size must be a whole number of at least 1, got 0"):
         redistribute(good, 0)
 
 
@@ -194,6 +194,29 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
         begun.step(np.zeros(2, np.float32), np.zeros(2, np.float32))
         with pytest.raises(RuntimeError, match="begun"):
             begun.load_state_dict(state)
+
+
+@pytest.mark.parametrize("state", [None, [], "text"])
+def test_a_state_of_another_kind_is_refused(state: Any) -> None:
+    with cluster(0) as made:
+        for owner in (gw.Encoder(2), gw.Exchange(gw.Encoder(2), made.node(1))):
+            with pytest.raises(TypeError, match=r"must be a dict from state_dict\(\), got"):
+                owner.load_state_dict(state)
+        with pytest.raises(TypeError, match="states must be a list of dicts"):
+            redistribute([state], 1)
+
+
+def test_nothing_is_loaded_of_a_state_that_fits_one_encoder_only() -> None:
+    with cluster(0) as made:
+        encoders = [gw.Encoder(2, 1.0), gw.Encoder(3, 1.0, key=1)]
+        groups = gw.Groups([Group(encoders[0], (0,)), Group(encoders[1], (1,))])
+        share = gw.Exchange(groups, made.node(1))
+        state = share.state_dict()
+        state["encoders"][0]["residual"][:] = 7.0
+        for others in ([], [{}], state["encoders"][:1]):
+            with pytest.raises(ValueError, match=r"has 1 encoders|format None|float32"):
+                share.load_state_dict({**state, "encoders": [state["encoders"][0], *others]})
+        assert not encoders[0].residual.any()
 
 
 def divided(*tensors: tuple[int, ...]) -> gw.Groups:

@@ -284,3 +284,20 @@ def test_a_node_sends_no_more_in_a_step_than_its_budget(topology: Any, grouped: 
     assert max(max(sent) for sent, _ in found) <= budget
     assert min(np.mean(sent[3:]) for sent, _ in found) >= 0.5 * budget
     assert len({params for _, params in found}) == 1
+
+
+def test_what_are_no_groups_or_no_tensors_is_refused() -> None:
+    encoder = gw.Encoder(4)
+    groups: Any
+    for groups in (None, [], [None], encoder, [encoder], Group(encoder)):
+        with pytest.raises(TypeError, match="groups must be a list of Group, got"):
+            gw.Groups(groups)
+    assert len(gw.Groups(Group(each) for each in [encoder])) == 1  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"tensors \[1\] belong to several groups"):
+        gw.Groups([Group(encoder, (0, 1)), Group(gw.Encoder(4, key=1), (1, 2))])
+    for params in (None, [], {"a": np.zeros(3)}, [1.0], "ab"):
+        with pytest.raises(TypeError, match="params must be an array or a list of arrays"):
+            gw.Groups.of(params)  # type: ignore[arg-type]
+    for options in ({"every": 0}, {"every": "4"}, {"dense_below": "1024"}):
+        with pytest.raises((TypeError, ValueError), match=f"{next(iter(options))} must be"):
+            gw.Groups.of(tensors(), **options)

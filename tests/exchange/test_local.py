@@ -321,9 +321,16 @@ def test_workers_can_be_processes(method: str, name: str, monkeypatch: pytest.Mo
     np.testing.assert_array_equal(flat(params) + enc.residual, put_in)
 
 
-@pytest.mark.parametrize(("size", "rank"), [(0, 0), (2, 2), (2, -1)])
-def test_a_team_needs_workers_and_only_those(size: int, rank: int) -> None:
-    with pytest.raises(ValueError, match=f"rank is {rank}"):
+@pytest.mark.parametrize(
+    ("size", "rank", "problem"),
+    [
+        (0, 0, "size must be 1 to 65536, got 0"),
+        (2, 2, "rank must be 0 to 1, got 2"),
+        (2, -1, "rank must be 0 to 1, got -1"),
+    ],
+)
+def test_a_team_needs_workers_and_only_those(size: int, rank: int, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
         LocalTeam("team", tensors(), size=size, rank=rank)
 
 
@@ -786,3 +793,40 @@ def test_a_state_of_another_rank_is_not_the_leader_s(
             share.load_state_dict(leaders)
             assert share.step_number == 1
     assert "checkpoint of local rank 0" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"size": "2"}, "size must be an int, got '2'"),
+        ({"rank": None}, "rank must be an int, got None"),
+        ({"timeout_s": "5"}, "timeout_s must be a number, got '5'"),
+        ({"timeout_s": float("nan")}, "timeout_s is nan, must be positive"),
+        ({"name": None}, "the name None has other characters"),
+    ],
+)
+def test_a_team_of_other_kinds_of_arguments_is_refused(
+    name: str, options: Any, complaint: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=complaint):
+        LocalTeam(**{"name": name, "size": 2, "rank": 0, **options})
+
+
+def test_each_worker_of_a_team_has_its_own_part_until_it_closes(name: str) -> None:
+    with gw.Node("127.0.0.1:0", secret=SECRET) as node:
+        exchange = gw.Exchange(gw.Encoder(NUMEL), node, min_peers=0)
+        with (
+            LocalTeam(name, size=2, rank=1) as made,
+            pytest.raises(ValueError, match="cannot lead"),
+        ):
+            made.lead(exchange)
+        made = LocalTeam(name, size=1, rank=0)
+        assert made.present == 0
+        with pytest.raises(ValueError, match=r"cannot lead .*Node"):
+            made.lead(node)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="cannot follow"):
+            made.follow()
+        share = made.lead(exchange)
+        made.close()
+        with pytest.raises(gw.Closed, match="closed its team"):
+            share.step(tensors(), tensors())

@@ -252,7 +252,10 @@ def test_a_local_step_that_is_not_finite_is_taken_back() -> None:
         ({"every": 0}, "every is 0"),
         ({"mode": "later"}, "mode is 'later'"),
         ({"codec": "zip"}, "codec is 'zip'"),
-        ({"max_staleness": -1}, "max_staleness is -1"),
+        ({"max_staleness": -1}, "max_staleness is -1, must be 0 to 2147483647"),
+        ({"max_staleness": 2**63}, "max_staleness is 9223372036854775808, must be 0 to"),
+        ({"timeout_s": float("nan")}, "timeout_s is nan, must be positive"),
+        ({"digest_s": -1}, "digest_s is -1, must be 0 or more"),
         ({"overlap": -1}, "overlap is -1"),
         ({"overlap": 3, "every": 2}, "overlap is 3, must be from 0 to the 2 steps"),
         ({"overlap": 1, "mode": "async"}, "overlap is for synchronous steps"),
@@ -274,11 +277,56 @@ def test_options_out_of_range_are_refused(options: Any, complaint: str) -> None:
         ({"min_peers": 1.0}, "min_peers must be an int"),
         ({"max_staleness": "8"}, "max_staleness must be an int"),
         ({"overlap": 0.5}, "overlap must be an int"),
+        ({"timeout_s": "5"}, "timeout_s must be a number, got '5'"),
+        ({"timeout_s": None}, "timeout_s must be a number, got None"),
+        ({"start_timeout_s": [5.0]}, "start_timeout_s must be a number"),
+        ({"digest_s": True}, "digest_s must be a number, got True"),
+        ({"outer_momentum": "0.5"}, "outer_momentum must be a number"),
+        ({"apply_residual": "False"}, "apply_residual must be True or False, got 'False'"),
+        ({"limit_outliers": 0}, "limit_outliers must be True or False, got 0"),
     ],
 )
 def test_options_of_the_wrong_kind_are_refused(options: Any, complaint: str) -> None:
     with cluster(0) as made, pytest.raises(TypeError, match=complaint):
         gw.Exchange(encoder(), made.node(1), **options)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_node_with_options_of_numpy_trains_with_one_that_has_plain_ones(mode: Any) -> None:
+    numbers: list[dict[str, Any]] = [
+        {"every": 20, "owners_max": 4, "max_staleness": 3, "min_peers": 1, "timeout_s": 20.0},
+        {name: np.int64(value) for name, value in (("every", 20), ("owners_max", 4))}
+        | {"max_staleness": np.int64(3), "min_peers": np.int8(1), "timeout_s": np.float32(20)},
+    ]
+    momentum: list[Any] = [0.5, np.float32(0.5)] if mode == "sync" else [0, np.int64(0)]
+
+    def work(node: FakeNode, rank: int) -> int:
+        numel: Any = (NUMEL, np.prod((NUMEL, 1)))[rank]
+        options = {**numbers[rank], "outer_momentum": momentum[rank], "mode": mode}
+        share = gw.Exchange(encoder(numel), node, **options)
+        return len(share.join(np.zeros(NUMEL, np.float32)).members)
+
+    assert run_cluster(work, count=2, seed=0) == [1, 1]
+
+
+@pytest.mark.parametrize("timeout_s", ["1", None, float("nan"), -1.0])
+def test_a_wait_of_no_time_is_refused_instead_of_lasting_for_ever(timeout_s: Any) -> None:
+    with cluster(0) as made:
+        share = gw.Exchange(encoder(), made.node(1), min_peers=0, mode="async")
+        with pytest.raises((TypeError, ValueError), match="timeout_s"):
+            share.catch_up(np.zeros(NUMEL, np.float32), timeout_s)
+
+
+def test_other_parameters_than_those_of_the_training_are_refused_by_shape() -> None:
+    with cluster(0) as made:
+        share = gw.Exchange(encoder(), made.node(1), min_peers=0, apply_residual=True)
+        params = np.zeros(NUMEL, np.float32)
+        share.step(np.ones(NUMEL, np.float32), params)
+        for other in ([], np.zeros(3, np.float32), [params[:1], params[1:]]):
+            with pytest.raises(ValueError, match="those of the training"):
+                share.step(np.ones(NUMEL, np.float32), other)
+        share.step(np.ones(NUMEL, np.float32), params)
+    np.testing.assert_array_equal(params, np.full(NUMEL, 2.0, np.float32))
 
 
 def test_what_is_neither_encoder_nor_node_is_refused() -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Arrays, add, copies, on_host, views, zeros_like
-from ..state import check_format
+from ..policy import whole
+from ..state import EncoderState, check_format
 from .groups import Groups, split_by_tensor
 from .options import Reduction
 from .owner import add_owner_state
@@ -112,6 +113,11 @@ def load_state(state: dict[str, Any], replica: Replica) -> None:
         raise ValueError(
             "the state has a velocity of the shared parameters, this exchange no outer_momentum"
         )
+    if len(states) != len(encoders):
+        raise ValueError(f"{_WHAT} has {len(states)} encoders, this exchange {len(encoders)}")
+    # All of them are checked before the first is loaded.
+    for encoder, saved in zip(encoders, states, strict=True):
+        EncoderState.of(saved, encoder.numel, encoder.dtype)
     for encoder, saved in zip(encoders, states, strict=True):
         encoder.load_state_dict(saved)
     if isinstance(total, MomentumSum):
@@ -158,11 +164,14 @@ def redistribute(
     >>> [state["encoders"][0]["residual"].tolist() for state in two]
     [[0.5, 1.0], [0.25, 0.5]]
     """
-    if world_size < 1:
-        raise ValueError(f"world_size is {world_size}, must be 1 or more")
+    world_size = whole("world_size", world_size, least=1)
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction is {reduction!r}, must be 'mean' or 'sum'")
     if not states:
         raise ValueError("there are no states to redistribute")
     for state in states:
+        if not isinstance(state, Mapping):
+            raise TypeError(f"states must be a list of dicts, one is a {type(state).__name__}")
         for name in ("exchange", "gradwire"):
             if name in state:
                 raise ValueError(

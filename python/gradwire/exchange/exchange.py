@@ -16,6 +16,7 @@ from ..arrays import copies, writable_views
 from ..codec import Encoder
 from ..errors import NotCopied
 from ..slices import slice_bytes_of
+from ..state import check_seconds
 from . import checkpoint
 from .consistency import Consistency
 from .departure import Departure, Trainings
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
 __all__ = ["Exchange", "hand_over", "take_over"]
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+_wait_s = functools.partial(check_seconds, "timeout_s", least=0.0)
 
 
 def _by_one_thread(method: _Method) -> _Method:
@@ -414,7 +418,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
             return 0
         self._start.ensure_announced(params)
         self.wait_for_peers()
-        return self._step.catch_up(params, self._optimizer_state, timeout_s)
+        return self._step.catch_up(params, self._optimizer_state, _wait_s(timeout_s))
 
     @_by_one_thread
     def follow(
@@ -438,7 +442,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
             raise ValueError(f'role="{self._options.role}" has updates to share: call step')
         self._start.ensure_announced(params)
         self.wait_for_peers()
-        return self._join.observe(params, as_state(optimizer_state), timeout_s)
+        return self._join.observe(params, as_state(optimizer_state), _wait_s(timeout_s))
 
     def _begin(self, params: Any, optimizer_state: OptimizerState) -> StepResult | None:
         """Prepare a step; return the result of an earlier one if that is finished now."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import reprlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import _core
-from ..arrays import device_of
+from ..arrays import check_arrays, device_of
 from ..codec import Encoder
 from ..errors import NonFiniteUpdate
 from ..message import Message, apply, max_message_bytes
@@ -22,6 +24,7 @@ from ..partition import Partition
 from ..policy import (
     TargetBytes,
     ThresholdPolicy,
+    as_number,
     default_policy,
     divide_budget,
     nodes_budget,
@@ -71,7 +74,8 @@ class Groups:
         numel: elements of all groups.
 
     Raises:
-        ValueError: no group, or two encoders with the same key.
+        ValueError: no group, two encoders with the same key, or two groups with the same tensor.
+        TypeError: ``groups`` are of another kind.
 
     >>> import numpy as np, gradwire as gw
     >>> model = [np.zeros((64, 64), np.float32), np.zeros(64, np.float32)]
@@ -80,10 +84,17 @@ class Groups:
     """
 
     def __init__(self, groups: Sequence[Group]) -> None:
-        keys = [group.encoder.key for group in groups]
-        if not groups or len(set(keys)) != len(keys):
+        self.groups = tuple(groups) if isinstance(groups, Iterable) else ()
+        if not all(isinstance(group, Group) for group in self.groups) or not self.groups:
+            raise TypeError(
+                f"groups must be a list of Group, got {reprlib.repr(groups)}; Groups.of(params) makes one for a model"
+            )
+        keys = [group.encoder.key for group in self.groups]
+        if len(set(keys)) != len(keys):
             raise ValueError(f"every group needs an encoder with a key of its own, got keys {keys}")
-        self.groups = tuple(groups)
+        times = Counter(tensor for group in self.groups for tensor in group.tensors or ())
+        if several := [tensor for tensor in times if times[tensor] > 1]:
+            raise ValueError(f"tensors {several} belong to several groups: give each to one")
         self.encoders = tuple(group.encoder for group in self.groups)
         self.numel = sum(encoder.numel for encoder in self.encoders)
         # Of encoders on a device, whose memory stays where it is: views of the residuals, and the arrays' shapes.
@@ -96,7 +107,7 @@ class Groups:
         *,
         is_adaptive: bool = False,
         every: int = 1,
-        dense_below: int = 1024,
+        dense_below: float = 1024,
         dense_one_dimensional: bool = True,
         thresholds: Mapping[int, ThresholdPolicy | TargetBytes | float] | None = None,
         **encoder_options: Any,
@@ -125,10 +136,14 @@ class Groups:
         Raises:
             ValueError: ``thresholds`` names no group, or a budget is too small for so many.
         """
-        shapes = [tuple(tensor.shape) for tensor in params]
+        arrays = list(params) if isinstance(params, Iterable) else [params]
+        check_arrays(arrays)
+        dense_below = as_number("dense_below", dense_below)
+        shapes = [tuple(array.shape) for array in arrays]
         sizes = [math.prod(shape) for shape in shapes]
+        default = default_policy(sum(sizes), is_adaptive=is_adaptive, every=every)
         if threshold is None:
-            threshold = default_policy(sum(sizes), is_adaptive=is_adaptive, every=every)
+            threshold = default
         dense = [
             index
             for index, shape in enumerate(shapes)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import mmap
-import operator
 import os
 import pickle
 import secrets
@@ -41,6 +40,7 @@ from ..shared_memory import (
     shortage,
     span,
 )
+from ..state import check_range, check_seconds
 from ..transport import Peer
 from . import exchange as single
 from .consistency import digest_of
@@ -121,8 +121,7 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
         needs_all: let a call fail where a worker has died, for launchers that end or restart all of them, as torchrun.
 
     Raises:
-        ValueError: an argument cannot be used, or a living process has this rank.
-        TypeError: ``size`` is no int.
+        TypeError, ValueError: an argument cannot be used, or a living process has this rank.
         TimeoutError: rank 0 did not come in time.
         Mismatch: this worker's arrays are others than rank 0's.
         OSError: there is too little shared memory.
@@ -157,13 +156,11 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
     ) -> None:
         if reduction not in ("mean", "sum"):
             raise ValueError(f"reduction is {reduction!r}, must be 'mean' or 'sum'")
-        if not 0 <= operator.index(rank) < operator.index(size):
-            raise ValueError(f"rank is {rank}, must be 0 to {size - 1}, one less than the size")
+        self.workers = check_range("size", size, 1, 1 << 16)
+        self.rank = check_range("rank", rank, 0, size - 1)
         self.name = name
-        self.workers = size
-        self.rank = rank
         self.reduction = reduction
-        self.timeout_s = timeout_s
+        self.timeout_s = check_seconds("timeout_s", timeout_s)
         self.needs_all = needs_all
         self._lost: set[int] = set()  # workers that have died, rank 0's knowledge
         self._path = path_of("team", name)
@@ -186,6 +183,8 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
         Raises:
             TimeoutError, Mismatch, OSError: as the class.
         """
+        if self.is_closed:
+            raise Closed("this worker has closed its team")
         if self._file is not None:
             return
         arrays = writable_views(params)
@@ -249,17 +248,21 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
 
     def lead(self, exchange: Exchange) -> LocalExchange:
         """Return the exchange of rank 0."""
+        if self.rank > 0 or not isinstance(exchange, Exchange):
+            raise ValueError(f"rank {self.rank} cannot lead {exchange}: rank 0 leads an Exchange")
         exchange.set_team(self.workers, sends_mean=self.reduction == "mean")
         return LocalExchange(self, exchange)
 
     def follow(self) -> LocalExchange:
         """Return the exchange of another rank."""
+        if self.rank == 0:
+            raise ValueError("rank 0 cannot follow: it has the node, and leads its Exchange")
         return LocalExchange(self, None)
 
     @property
     def present(self) -> int:
         """Number of workers that took part in the last call."""
-        return int(np.count_nonzero(self._rows[_TAKES_PART]))
+        return int(np.count_nonzero(self._rows[_TAKES_PART])) if self.is_attached else 0
 
     def close(self, *, has_failed: bool = False) -> None:
         """Release the memory and this worker's rank; the others notice that it has finished, or ``has_failed``."""
@@ -786,9 +789,7 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
             has_moved: whether the update is what ``update`` differs by from the team's parameters.
         """
         team = self.team
-        if team.is_closed:
-            raise Closed("this worker has closed its team")
-        if params is not None:
+        if params is not None or team.is_closed:
             team.attach(params)
         if not team.is_attached:
             raise RuntimeError("the team has no parameters yet: call join or step first")

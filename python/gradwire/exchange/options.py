@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from numbers import Integral
 from typing import Any, Literal, TypedDict
 
 import numpy as np
 
 from ..codec import Encoder
-from ..policy import MANY_LOCAL_STEPS
+from ..policy import MANY_LOCAL_STEPS, as_number
+from ..state import check_seconds
 from .groups import Codec
 from .protocol import VERSIONS
 
@@ -46,6 +49,9 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "role": ("member", "worker", "observer"),
     "on_straggler": ("raise", "drop", "wait"),
 }
+_FLAGS = ("apply_residual", "limit_outliers")
+_SECONDS = {"timeout_s": math.ulp(0.0), "start_timeout_s": math.ulp(0.0), "digest_s": 0.0}
+_INT_MAX = 2**31 - 1
 _LEAST = {
     "min_peers": 0,
     "max_staleness": 0,
@@ -135,7 +141,7 @@ class Options:
     def of(options: ExchangeOptions) -> Options:
         """Return the options; raise `TypeError`, which names those that there are, for an unknown name."""
         names = [field.name for field in fields(Options)]
-        unknown = sorted(options.keys() - set(names))
+        unknown = sorted(map(str, options.keys() - set(names)))
         if unknown:
             raise TypeError(
                 f"unknown options {', '.join(unknown)}; an exchange has {', '.join(names)}"
@@ -148,16 +154,11 @@ class Options:
                 raise ValueError(
                     f"{name} is {getattr(self, name)!r}, must be one of {', '.join(choices)}"
                 )
-        for name, least in _LEAST.items():
-            if name != "min_peers" or self.min_peers is not None:
-                _check_int(name, getattr(self, name), least)
-        # Written so that NaN is refused, too.
-        if not self.timeout_s > 0.0:
-            raise ValueError(f"timeout_s is {self.timeout_s}, must be positive")
-        if self.start_timeout_s is not None and not self.start_timeout_s > 0.0:
-            raise ValueError(f"start_timeout_s is {self.start_timeout_s}, must be positive")
-        if not self.digest_s >= 0.0:
-            raise ValueError(f"digest_s is {self.digest_s}, must be 0 or more")
+        # Plain values, because other nodes compare some of them: NumPy's numbers are not written alike.
+        for name in (*_LEAST, *_SECONDS, *_FLAGS, "outer_momentum"):
+            value = getattr(self, name)
+            if value is not None or name not in ("min_peers", "start_timeout_s"):
+                object.__setattr__(self, name, _plain(name, value))
         if not 0.0 <= self.outer_momentum < 1.0:
             raise ValueError(f"outer_momentum must be in [0, 1), got {self.outer_momentum}")
         if self.overlap > self.every:
@@ -232,7 +233,7 @@ def training_defaults(options: ExchangeOptions) -> ExchangeOptions:
         "mean",
     )
     # What is no number is refused with the other options.
-    is_long = isinstance(every, int) and every >= MANY_LOCAL_STEPS
+    is_long = isinstance(every, Integral) and every >= MANY_LOCAL_STEPS
     return {
         "apply_residual": True,
         "limit_outliers": True,
@@ -240,8 +241,19 @@ def training_defaults(options: ExchangeOptions) -> ExchangeOptions:
     }
 
 
-def _check_int(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+def _plain(name: str, value: Any) -> float:
+    """Return an option's value as a bool, int or float; raise as `Options` does."""
+    if name in _FLAGS:
+        if not isinstance(value, (bool, np.bool_)):
+            raise TypeError(f"{name} must be True or False, got {reprlib.repr(value)}")
+        return bool(value)
+    if name == "outer_momentum":
+        return as_number(name, value)
+    if name in _SECONDS:
+        return check_seconds(name, value, least=_SECONDS[name])
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an int, got {reprlib.repr(value)}")
-    if value < least:
-        raise ValueError(f"{name} is {value}, must be {least} or more")
+    number = int(value)
+    if not _LEAST[name] <= number <= _INT_MAX:
+        raise ValueError(f"{name} is {number}, must be {_LEAST[name]} to {_INT_MAX}")
+    return number

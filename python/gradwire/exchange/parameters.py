@@ -409,11 +409,10 @@ class SharedCopy:
 
     def is_written(self, params: Any, *, is_settled: bool) -> bool:
         """Return whether the caller has changed its parameters since the last call."""
-        if not self.shared:
+        marks = _fingerprint(params) if self.shared and self._left else []
+        if not self.shared or (marks and self._left == marks):
             return False
-        marks = _fingerprint(params) if self._left else []
-        if self._left and self._left == marks:
-            return False
+        _check_layouts(params, self.shared)
         # A checksum differs only if a value does. Torch counts changes, also those that change no value.
         if self._left and (not is_settled or self.local_steps or isinstance(marks[0], bytes)):
             return True
@@ -645,6 +644,13 @@ class SharedCopy:
 def moved_since(sample: Any, params: Arrays) -> Any:
     """Return a sample of what parameters have moved by since an earlier sample of them; None if that is None."""
     return None if sample is None else sample_beside(params) - sample
+
+
+def _check_layouts(params: Any, shared: Arrays) -> None:
+    """Raise `ValueError` for parameters that are not those of the training."""
+    here, there = layouts(params), layouts(shared)
+    if here != there:
+        raise ValueError(f"the parameters are {here}, those of the training {there}: give these")
 
 
 def _fingerprint(params: Any) -> list[bytes | int]:
