@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import gradwire as gw
-from gradwire.coprocessor import SGD, Host
+from gradwire.coprocessor import SGD, Host, Worker
 
 from . import test_coprocessor
 from .test_coprocessor import Cluster, flat, gradients, reach
@@ -154,3 +154,49 @@ def test_a_host_whose_step_was_interrupted_goes_on_from_its_checkpoint_only(
     again = cluster.host(path=path)
     assert again.version == 2
     np.testing.assert_array_equal(flat(again.params), params)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"node": None}, "node must be a Node, got None"),
+        ({"params": None}, "parameters must be all float32 or all float64"),
+        ({"threshold": "0.1"}, "threshold must be a threshold policy or a number"),
+        ({"path": "/nowhere/at/all"}, "path is '/nowhere/at/all', whose folder does not exist"),
+    ],
+)
+def test_a_host_refuses_at_once_what_would_fail_later(
+    cluster: Cluster, options: dict[str, Any], complaint: str
+) -> None:
+    given = {"node": cluster.node(), "params": [np.zeros(3, np.float32)], "optimizer": SGD(0.1)}
+    with pytest.raises((OSError, TypeError, ValueError), match=complaint):
+        Host(**{**given, **options})  # type: ignore[arg-type]
+    assert len(Host(**{**given, "params": np.zeros(3, np.float32)}).params) == 1  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"node": "127.0.0.1:1"}, "node must be a Node, got '127.0.0.1:1'"),
+        ({"params": {"w": np.zeros(3)}}, "not an array"),
+        ({"threshold": -1.0}, "a threshold must be positive and finite"),
+        ({"timeout_s": "5"}, "timeout_s must be a number, got '5'"),
+        ({"timeout_s": float("nan")}, "timeout_s is nan"),
+    ],
+)
+def test_a_worker_refuses_before_it_waits_for_a_host(
+    cluster: Cluster, options: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=complaint):
+        Worker(**{"node": cluster.node(), "timeout_s": 30.0, **options})
+
+
+def test_a_descent_has_numbers() -> None:
+    for wrong in ("0.1", None, True, [0.1]):
+        with pytest.raises(TypeError, match="lr must be a number"):
+            SGD(wrong)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="momentum must be a number"):
+            SGD(0.1, wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="nesterov must be True or False"):
+        SGD(0.1, 0.9, nesterov="no")  # type: ignore[arg-type]
+    assert repr(SGD(np.float32(0.5), np.float64(0.25))) == repr(SGD(0.5, 0.25))

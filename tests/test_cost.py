@@ -241,3 +241,28 @@ def test_the_machine_is_measured_once_and_the_rates_are_kept(
     monkeypatch.setattr(calibration, "measure", lambda: FREE)
     path.write_text(json.dumps({"of": "another version"}))
     assert calibration.rates() == FREE
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"elements": "1000"}, "elements must be a number, got '1000'"),
+        ({"step_s": None}, "step_s must be a number, got None"),
+        ({"density": True}, "density must be a number, got True"),
+        ({"rates": None}, "rates must be Rates, got None"),
+    ],
+)
+def test_jobs_of_the_wrong_kinds_are_refused_by_name(options: Any, complaint: str) -> None:
+    numbers = {"elements": 1000, "nodes": 4, "step_s": 0.1, "link_bytes_per_s": 1e8}
+    with pytest.raises(TypeError, match=complaint):
+        Job(**{**numbers, **options})
+
+
+def test_unknown_exchanges_have_no_cost() -> None:
+    job = Job(elements=1000, nodes=4, step_s=0.1, link_bytes_per_s=1e8)
+    with pytest.raises(ValueError, match="topology is 'ring', must be 'mesh' or 'sharded'"):
+        exchange(job, "ring")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="codec is 'float16', must be one of threshold, dense"):
+        exchange(job, codec="float16")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="every must be a number, got '4'"):
+        exchange(job, every="4")  # type: ignore[arg-type]

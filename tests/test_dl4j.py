@@ -360,3 +360,18 @@ def test_messages_without_a_deeplearning4j_form_are_refused() -> None:
     assert dl4j.to_dl4j(largest)[4] == -(2**31 - 1)
     with pytest.raises(MessageError, match="dense"):
         dl4j.to_dl4j(gw.dense_message(np.zeros(3, np.float32)))
+
+
+def test_arguments_of_the_wrong_kind_are_refused_by_name() -> None:
+    updates: Any = np.ones(3, np.float32)
+    message = gw.Encoder(3, 0.5).encode(updates)
+    for wrong in ("0.5", None, True):
+        with pytest.raises(TypeError, match="tau must be a number"):
+            dl4j.encode_threshold(updates, wrong)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="key must be a whole number of at least 0"):
+            dl4j.from_dl4j(dl4j.to_dl4j(message), key=wrong)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="message must be a Message"):
+            dl4j.to_dl4j(wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="step is 4294967296, must be below"):
+        dl4j.from_dl4j(dl4j.to_dl4j(message), step=1 << 32)
+    assert (updates == 1.0).all()

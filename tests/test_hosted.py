@@ -300,3 +300,22 @@ def test_a_child_that_outlives_the_host_does_not_keep_the_model_alive(
     assert host.stdin is not None
     host.stdin.close()
     HostedModel(name, arrays()).close()
+
+
+@pytest.mark.parametrize("params", [None, 1.0, {"w": np.zeros(3, np.float32)}])
+def test_what_are_no_arrays_is_not_hosted(name: str, params: Any) -> None:
+    with pytest.raises(TypeError, match="params must be an array or several"):
+        HostedModel(name, params)
+
+
+def test_numbers_of_a_model_are_checked(name: str) -> None:
+    for version in ("1", True, 1.0):
+        with pytest.raises(TypeError, match="version must be an int"):
+            HostedModel(name, arrays(), version=version)  # type: ignore[arg-type]
+    with HostedModel(name, arrays(), version=np.int64(3)) as model:
+        assert model.version == 3
+        for timeout_s in ("1", None, float("nan")):
+            with pytest.raises((TypeError, ValueError), match="timeout_s"):
+                HostedModel.attach("nobody", timeout_s=timeout_s)  # type: ignore[arg-type]
+            with pytest.raises((TypeError, ValueError), match="timeout_s"):
+                model.snapshot(timeout_s)  # type: ignore[arg-type]

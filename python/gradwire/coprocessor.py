@@ -38,6 +38,7 @@ from .codec import Encoder
 from .errors import GradwireError, MessageError, Mismatch, NotConnected, WouldBlock
 from .hosted import HostedModel
 from .message import Message, apply, apply_many, decode, dense_message
+from .policy import as_number
 from .slices import (
     LEAST_SLICE_BYTES,
     SLICE_BYTES,
@@ -47,7 +48,7 @@ from .slices import (
     slice_bytes_of,
     tag_of_slice,
 )
-from .state import check_format, check_range
+from .state import check_format, check_range, check_seconds
 from .transport import Node, Peer, PeerJoined, Received, Ticket
 
 __all__ = ["SGD", "Host", "Worker"]
@@ -99,6 +100,10 @@ class SGD:
     _velocity: Arrays = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        self.lr = as_number("lr", self.lr)
+        self.momentum = as_number("momentum", self.momentum)
+        if not isinstance(self.nesterov, bool):
+            raise TypeError(f"nesterov must be True or False, got {self.nesterov!r}")
         if not 0.0 < self.lr < math.inf:
             raise ValueError(f"lr must be finite and above 0, got {self.lr!r}")
         if not 0.0 <= self.momentum < 1.0 or (self.nesterov and not self.momentum):
@@ -228,6 +233,7 @@ class Host(AbstractContextManager["Host"]):
         refused: gradients refused by this process.
 
     Raises:
+        FileNotFoundError: there is no folder for ``path``.
         TypeError, ValueError: an unsuitable argument, or a living process hosts a model of this name.
         Mismatch: the checkpoint is of other parameters or of another optimizer.
 
@@ -254,7 +260,9 @@ class Host(AbstractContextManager["Host"]):
         check_range("save_every", save_every, 1, 2**53)
         check_range("gradients_per_step", gradients_per_step, 1, 2**20)
         check_range("max_staleness", 0 if max_staleness is None else max_staleness, 0, 2**53)
-        given = list(params)
+        _check_node(node)
+        Encoder(0, threshold)  # refuses now what the first replica's would refuse
+        given = _listed(params)
         initial = [np.asarray(p.detach() if hasattr(p, "detach") else p) for p in given]
         self._layout = [type(optimizer).__name__, *layouts(initial)]
         if {str(array.dtype) for array in initial} not in ({"float32"}, {"float64"}):
@@ -277,6 +285,10 @@ class Host(AbstractContextManager["Host"]):
         self._optimizer: Any = optimizer  # None while it steps, and after an interrupted step
         own_bytes = slice_bytes_of(node, _WHO)
         self._path = None if path is None else Path(path)
+        if self._path is not None and not self._path.parent.is_dir():
+            raise FileNotFoundError(
+                f"path is {str(path)!r}, whose folder does not exist: make it first"
+            )
         self._runs: dict[int, _Run] = {}
         self._replicas: dict[Peer, _Replica] = {}
         self._inbox: deque[Received] = deque()
@@ -309,7 +321,7 @@ class Host(AbstractContextManager["Host"]):
             GradwireError: the optimiser has raised an error in an earlier step.
         """
         optimizer = self._whole_optimizer()
-        end_s = time.monotonic() + timeout_s
+        end_s = time.monotonic() + check_seconds("timeout_s", timeout_s, least=-math.inf)
         is_due = self._receive(0.0)
         while not is_due and (left_s := end_s - time.monotonic()) > 0.0:
             self._answer()
@@ -590,6 +602,7 @@ class Worker(AbstractContextManager["Worker"]):
         refused: gradients that went back to the residual, because they were too old or followed one that was.
 
     Raises:
+        TypeError, ValueError: an unsuitable argument.
         Mismatch: the host has other parameters, or another name.
         FileNotFoundError: the host is on another machine, where ``name`` must be None.
         TimeoutError: no host answers.
@@ -619,11 +632,14 @@ class Worker(AbstractContextManager["Worker"]):
         timeout_s: float = 600.0,
     ) -> None:
         check_range("in_flight", in_flight, 0, 2**20)
-        self._given = [] if params is None else list(params)
+        _check_node(node)
+        Encoder(0, threshold)
+        self._given = [] if params is None else _listed(params)
+        layouts(self._given)
         self.node = node
         self.name = name
         self.in_flight = in_flight
-        self.timeout_s = timeout_s
+        self.timeout_s = check_seconds("timeout_s", timeout_s, least=0.0)
         self.version = 0
         self.params: Arrays = []
         self._kept: dict[int, tuple[int, Message]] = {}  # by number: version, gradient
@@ -904,6 +920,17 @@ def _read_arrays(file: BinaryIO, nbytes: int) -> tuple[dict[str, Any], dict[str,
 
 def _numel(arrays: Arrays) -> int:
     return sum(array.size for array in arrays)
+
+
+def _listed(params: Any) -> list[Any]:
+    """Return several arrays as a list; one array, or what is none, as its only element."""
+    is_single = hasattr(params, "dtype") or not isinstance(params, Iterable)
+    return [params] if is_single else list(params)
+
+
+def _check_node(node: Any) -> None:
+    if isinstance(node, type) or not hasattr(node, "publish"):
+        raise TypeError(f"node must be a Node, got {reprlib.repr(node)}")
 
 
 def _flat_and_views(layout: list[Any]) -> tuple[NDArray[Any], Arrays]:

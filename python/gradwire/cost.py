@@ -6,11 +6,12 @@ Pure functions of a `Job`: no clock, no socket. docs/scale.md derives every form
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal, TypeAlias
 
-from .policy import owners_density
+from .policy import as_number, owners_density
 from .transport import wire
 
 __all__ = [
@@ -104,6 +105,7 @@ class Job:
 
     Raises:
         ValueError: a number is impossible.
+        TypeError: a value is of the wrong kind.
     """
 
     elements: int
@@ -119,6 +121,8 @@ class Job:
 
     def __post_init__(self) -> None:
         """Refuse impossible numbers."""
+        if not isinstance(self.rates, Rates):
+            raise TypeError(f"rates must be Rates, got {reprlib.repr(self.rates)}")
         _check("elements", self.elements, 1, 2**48)
         _check("nodes", self.nodes, 2, 1 << 20)
         _check("step_s", self.step_s, 0.0, math.inf)
@@ -205,6 +209,8 @@ def message_bytes(elements: float, density: float, codec: Codec = "threshold") -
     Golomb-Rice: k bits of remainder, 1 / (1 - q^(2^k)) bits of quotient and a bit of sign for each changed element,
     with q = 1 - density and the best k. Where nearly all change, the unchanged elements are listed.
     """
+    if codec not in ("threshold", *_FLOAT_BYTES):
+        raise ValueError(f"codec is {codec!r}, must be one of threshold, {', '.join(_FLOAT_BYTES)}")
     if codec != "threshold":
         return _HEADER_BYTES + _FLOAT_BYTES[codec] * elements
     changed = elements * density
@@ -284,8 +290,11 @@ def exchange(
     """Return the cost of a step of ``gw.Exchange`` with these options.
 
     Raises:
-        ValueError: ``every`` or ``overlap`` is impossible.
+        ValueError: an option is impossible.
+        TypeError: an option is of the wrong kind.
     """
+    if topology not in ("mesh", "sharded"):
+        raise ValueError(f"topology is {topology!r}, must be 'mesh' or 'sharded'")
     _check("every", every, 1, 1 << 30)
     _check("overlap", overlap, 0, every)
     phases, encode_s, apply_s = (_sharded if topology == "sharded" else _mesh)(job, codec)
@@ -460,7 +469,7 @@ def dl4j_scalability(
 
 
 def _check(name: str, value: float, least: float, most: float) -> None:
-    if not least <= value <= most or value == math.inf:
+    if not least <= as_number(name, value) <= most or value == math.inf:
         bounds = (
             f"at least {least:g}" if most == math.inf else f"from {least:,.15g} to {most:,.15g}"
         )

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from gradwire.errors import MessageError
 from gradwire.message import Message
+from gradwire.policy import as_number, whole
 
 __all__ = [
     "decode_bitmap",
@@ -66,8 +67,8 @@ def encode_threshold(updates: NDArray[Any], tau: float, boundary: int | None = N
     """
     flat = _flat_view("updates", updates)
     header_tau = _float32_tau(tau)
-    if boundary is not None and boundary < 0:
-        raise ValueError(f"boundary must not be negative, got {boundary}")
+    if boundary is not None:
+        whole("boundary", boundary, least=0)
     quantum = flat.dtype.type(header_tau)
     up = flat >= quantum
     passing = np.flatnonzero(up | (flat <= -quantum))[:boundary]
@@ -174,6 +175,10 @@ def to_dl4j(message: Message) -> Int32:
     Raises:
         MessageError: the message is dense, or has more than 2^31 - 1 elements.
     """
+    if not isinstance(message, Message):
+        raise TypeError(
+            f"message must be a Message, got {type(message).__name__}; see Message.parse"
+        )
     if message.kind == "dense":
         raise MessageError("a dense message has no threshold and no Deeplearning4j form")
     if message.numel > MAX_NUMEL:
@@ -209,6 +214,9 @@ def from_dl4j(message: Int32, *, key: int = 0, step: int = 0) -> list[Message]:
     >>> len(messages), bool((target == np.float32(1e-3)).all())
     (3, True)
     """
+    for name, number in (("key", key), ("step", step)):
+        if whole(name, number, least=0) >= 1 << 32:
+            raise ValueError(f"{name} is {number}, must be below 2^32")
     numel = _stated_numel(message)
     if int(message[3]) == _BITMAP_FORM:
         tau, value, sign = _read_bitmap(message, numel)
@@ -244,7 +252,7 @@ def _flat_view(name: str, array: NDArray[Any]) -> NDArray[Any]:
 
 
 def _float32_tau(tau: float) -> np.float32:
-    if not 0.0 < tau < math.inf:
+    if not 0.0 < as_number("tau", tau) < math.inf:
         raise ValueError(f"tau must be positive and finite, got {tau!r}")
     with np.errstate(over="ignore", under="ignore"):
         rounded: np.float32 = np.float32(tau)

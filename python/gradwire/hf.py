@@ -55,6 +55,9 @@ def prepare(
     Raises:
         ValueError: this accelerator has prepared an optimiser already; or as `gradwire.torch.share`.
     """
+    if not hasattr(accelerator, "prepare_optimizer"):
+        kind = type(accelerator).__name__
+        raise TypeError(f"accelerator must be an accelerate.Accelerator, got {kind}")
     if accelerator._optimizers:
         raise ValueError(
             "this accelerator has prepared an optimiser already, and one is shared: give all parameters to one "
@@ -91,6 +94,8 @@ def gradwire_trainer(
         density: as in `gradwire.torch.share`.
         options: see `ExchangeOptions`.
     """
+    if not isinstance(trainer, type):
+        raise TypeError(f"trainer must be a class such as transformers.Trainer, got {trainer!r}")
 
     class GradwireTrainer(trainer):  # type: ignore[misc,valid-type]
         """A trainer whose optimiser is shared."""

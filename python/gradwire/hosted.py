@@ -7,7 +7,7 @@ import mmap
 import os
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
@@ -25,6 +25,7 @@ from .shared_memory import (
     release,
     span,
 )
+from .state import check_range, check_seconds
 
 __all__ = ["HostedModel", "Snapshot"]
 
@@ -75,8 +76,7 @@ class HostedModel:
     """
 
     def __init__(self, name: str, params: Any, *, version: int = 0) -> None:
-        if not isinstance(version, int) or not 0 <= version < 2**62:
-            raise ValueError(f"version is {version!r}, must be a number from 0 on")
+        version = check_range("version", version, 0, 2**62 - 1)
         path = path_of("model", name)
         initial = _views(params)
         lock = create_locked(path, f"hosts a model {name!r}")
@@ -106,7 +106,7 @@ class HostedModel:
             PermissionError: the model belongs to another user.
         """
         path = path_of("model", name)
-        end_s = time.monotonic() + timeout_s
+        end_s = time.monotonic() + check_seconds("timeout_s", timeout_s, least=-math.inf)
         while (file := SharedFile.attach(path, mmap.ACCESS_READ)) is None:
             if time.monotonic() >= end_s:
                 raise FileNotFoundError(f"no living process of this machine hosts a model {name!r}")
@@ -204,7 +204,7 @@ class HostedModel:
             TimeoutError: the host wrote during every attempt.
             GradwireError: the host died while it wrote.
         """
-        end_s = time.monotonic() + timeout_s
+        end_s = time.monotonic() + check_seconds("timeout_s", timeout_s, least=-math.inf)
         patient_until_s = time.monotonic() + _PATIENCE_S
         copies = [np.empty_like(array) for array in self.params]
         with ExitStack() as waiting:
@@ -260,6 +260,10 @@ class HostedModel:
 
 def _views(params: Any) -> _Arrays:
     """Return arrays, or tensors whether they require grad or not, as NumPy arrays of the same memory."""
+    if isinstance(params, Mapping) or not isinstance(params, Iterable):
+        raise TypeError(
+            f"params must be an array or several, got {type(params).__name__}: of a dict, pass list(params.values())"
+        )
     listed = [params] if hasattr(params, "dtype") else list(params)
     views = [np.asarray(array.detach() if hasattr(array, "detach") else array) for array in listed]
     for view in views:

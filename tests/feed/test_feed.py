@@ -315,7 +315,7 @@ def test_nothing_is_left_in_shared_memory() -> None:
 
 @pytest.mark.parametrize(("batches", "batch_bytes"), [(1, 10), (2, 0)])
 def test_a_feed_has_two_batches_or_more_and_they_have_bytes(batches: int, batch_bytes: int) -> None:
-    with pytest.raises(ValueError, match=r"is [01];"):
+    with pytest.raises(ValueError, match=r"batches is 1;|batch_bytes must be 1 to"):
         Feed(batches, batch_bytes)
 
 
@@ -337,3 +337,19 @@ def test_a_data_loader_gives_the_batches_as_tensors_in_the_same_memory(feed: Fee
     assert [one.tolist() for one in second] == [[0, 1, 2], [0.0]]
     third[:] = 0.987654321
     assert third.numpy().tobytes() in (SHARED / feed.name).read_bytes()
+
+
+def test_arguments_of_the_wrong_kind_are_refused_by_name(feed: Feed) -> None:
+    call: Any
+    for call, complaint in (
+        (lambda: Feed("8"), "batches must be an int, got '8'"),  # type: ignore[arg-type]
+        (lambda: Feed(8, 1e6), "batch_bytes must be an int, got 1000000.0"),  # type: ignore[arg-type]
+        (lambda: Feed.attach(None), "name must be that of a feed"),  # type: ignore[arg-type]
+        (lambda: Feed.connect(None), "node must be a Node, got None"),  # type: ignore[arg-type]
+        (lambda: feed.serve(None), "node must be a Node, got None"),  # type: ignore[arg-type]
+        (lambda: feed.get("1"), "timeout_s must be a number, got '1'"),  # type: ignore[arg-type]
+        (lambda: feed.get(float("nan")), "timeout_s is nan"),
+        (lambda: feed.put(np.zeros(3), float("nan")), "timeout_s is nan"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=complaint):
+            call()

@@ -609,6 +609,21 @@ def test_float32_gradients_in_host_memory_are_not_copied() -> None:
     assert staging.fetch().data_ptr() == gradient.data_ptr() == staging.store().data_ptr()
 
 
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"warmup_steps": "1"}, "warmup_steps must be an int, got '1'"),
+        ({"momentum": "0.9"}, "momentum must be a number, got '0.9'"),
+        ({"factor_masking": "no"}, "factor_masking must be True or False, got 'no'"),
+    ],
+)
+def test_options_of_the_wrong_kind_are_refused_by_name(options: Any, complaint: str) -> None:
+    with pytest.raises(TypeError, match=complaint):
+        ThresholdState(parameters=(), **options)
+    with pytest.raises(TypeError, match="factor must be a number, got None"):
+        ThresholdState(parameters=()).rescale(None)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("options", [{"warmup_steps": -1}, {"backend": "x"}, {"momentum": 1.0}])
 def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):

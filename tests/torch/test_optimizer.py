@@ -710,3 +710,35 @@ def test_a_worker_that_takes_the_place_of_another_has_the_leader_s_state(alone: 
     state = late.state[weight]
     assert state["step"] >= 3
     assert any(torch.equal(state["exp_avg"], found) for found in moments)
+
+
+@pytest.mark.parametrize("scale", ["0.5", "Auto", None, True, [1.0], float("nan"), 0])
+def test_a_scale_that_is_no_factor_is_refused(alone: gw.Node, scale: Any) -> None:
+    optimizer = torch.optim.SGD(model().parameters(), lr=0.1)
+    exchange = gw.Exchange(gw.Encoder(NUMEL), alone)
+    with pytest.raises(ValueError, match=r"update_scale is .*, must be positive, or"):
+        SharedOptimizer(optimizer, exchange, update_scale=scale)
+    with pytest.raises(TypeError, match="share_state must be True or False, got 'False'"):
+        SharedOptimizer(optimizer, exchange, share_state="False")  # type: ignore[arg-type]
+
+
+def test_a_state_of_something_else_is_refused_and_nothing_loaded(alone: gw.Node) -> None:
+    optimizer = torch.optim.SGD(model().parameters(), lr=0.1)
+    shared = SharedOptimizer(optimizer, gw.Exchange(gw.Encoder(NUMEL), alone))
+    plain = optimizer.state_dict()
+    state: Any
+    for state in (
+        {},
+        model().state_dict(),
+        {"gradwire": {}},
+        {"state": {}},
+        gw.Encoder(4).state_dict(),
+    ):
+        with pytest.raises(
+            ValueError, match=r"has state and param_groups, this one .* nothing was loaded"
+        ):
+            shared.load_state_dict(state)
+    for state in (None, [], "text"):
+        with pytest.raises(TypeError, match="the state must be a dict"):
+            shared.load_state_dict(state)
+    assert optimizer.state_dict() == plain

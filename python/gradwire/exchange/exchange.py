@@ -675,7 +675,7 @@ def _check_memory(options: Options, groups: Groups, node: Node) -> None:
 
 def _make_parts(options: Options, groups: Groups, node: Node) -> _Parts:
     """Make and connect the parts of an exchange."""
-    if not hasattr(node, "publish"):
+    if isinstance(node, type) or not hasattr(node, "publish"):
         raise TypeError(f"node must be a Node, got {reprlib.repr(node)}")
     _check_memory(options, groups, node)
     if not groups.keeps_residuals and not options.apply_residual:

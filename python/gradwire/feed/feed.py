@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import operator
+import math
 import threading
 import traceback
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..errors import Closed
+from ..state import check_range, check_seconds
 from . import layout
 from .ring import FeedFailed, Ring
 
@@ -51,10 +52,9 @@ class Feed:
     """
 
     def __init__(self, batches: int = 8, batch_bytes: int = 1 << 20) -> None:
-        if operator.index(batches) < 2:
+        if check_range("batches", batches, 0, 2**53) < 2:
             raise ValueError(f"batches is {batches}; a feed needs 2 or more: one is in use")
-        if operator.index(batch_bytes) < 1:
-            raise ValueError(f"batch_bytes is {batch_bytes}; it must be positive")
+        check_range("batch_bytes", batch_bytes, 1, 2**53)
         self._store: Ring | Link
         self._store = Ring(slots=batches, slot_bytes=batch_bytes + layout.DESCRIPTION_BYTES)
 
@@ -65,6 +65,8 @@ class Feed:
         Raises:
             Closed: there is no such feed that this process may open, or the feed belongs to another container.
         """
+        if not isinstance(name, str):
+            raise TypeError(f"name must be that of a feed, Feed.name, got {name!r}")
         feed = cls.__new__(cls)
         feed._store = Ring(name)
         return feed
@@ -83,8 +85,9 @@ class Feed:
         """
         from .link import Link
 
+        _check_node(node)
         feed = cls.__new__(cls)
-        feed._store = Link(node, timeout_s)
+        feed._store = Link(node, check_seconds("timeout_s", timeout_s, least=0.0))
         return feed
 
     def serve(self, node: Node) -> None:
@@ -95,6 +98,7 @@ class Feed:
         """
         from .link import Server
 
+        _check_node(node)
         run = Server(self._local(), node).run
         threading.Thread(target=run, name="gradwire-feed", daemon=True).start()
 
@@ -159,7 +163,7 @@ class Feed:
                 f"the batch has {planned.array_bytes} bytes, the feed takes {allowed}: make the feed "
                 "with a larger batch_bytes, or smaller batches"
             )
-        slot = self._store.reserve(planned.nbytes, timeout_s)
+        slot = self._store.reserve(planned.nbytes, _checked_wait(timeout_s))
         try:
             if prepare is not None:
                 prepare()
@@ -183,7 +187,7 @@ class Feed:
             TimeoutError: no batch came in time.
             GradwireError: this process still refers to all batches of the feed.
         """
-        return layout.read(self._local().take(timeout_s))
+        return layout.read(self._local().take(_checked_wait(timeout_s)))
 
     def __iter__(self) -> Iterator[layout.Batch]:
         """Yield batches until the feed is closed, or finished and empty."""
@@ -230,3 +234,12 @@ class Feed:
         if not isinstance(self._store, Ring):
             raise TypeError("this feed is on another machine: here batches can only be put into it")
         return self._store
+
+
+def _checked_wait(timeout_s: float | None) -> float | None:
+    return None if timeout_s is None else check_seconds("timeout_s", timeout_s, least=-math.inf)
+
+
+def _check_node(node: Any) -> None:
+    if isinstance(node, type) or not hasattr(node, "publish"):
+        raise TypeError(f"node must be a Node, got {node!r}")

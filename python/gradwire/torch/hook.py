@@ -24,11 +24,12 @@ from ..policy import (
     ShakeUp,
     TargetBytes,
     ThresholdPolicy,
+    as_number,
     default_policy,
     divide_budget,
     policy_for_tensor,
 )
-from ..state import check_format
+from ..state import check_format, check_range
 from .gather import Gather, Gathered
 from .judge import is_adaptive
 from .parameter_state import ParameterState, ParameterStates
@@ -192,8 +193,10 @@ class ThresholdState:
 
     def __post_init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]] | None) -> None:
         """Check the options and make what changes from step to step."""
-        if self.warmup_steps < 0:
-            raise ValueError(f"warmup_steps is {self.warmup_steps}, must be 0 or more")
+        self.warmup_steps = check_range("warmup_steps", self.warmup_steps, 0, 2**63 - 1)
+        self.momentum = as_number("momentum", self.momentum)
+        if not isinstance(self.factor_masking, bool):
+            raise TypeError(f"factor_masking must be True or False, got {self.factor_masking!r}")
         if not 0.0 <= self.momentum < 1.0:
             raise ValueError(f"momentum is {self.momentum}, must be in [0, 1)")
         if self.backend not in _BACKENDS:
@@ -301,7 +304,7 @@ class ThresholdState:
         Raises:
             ValueError: the factor is not positive and finite.
         """
-        if not 0.0 < factor < float("inf"):
+        if not 0.0 < as_number("factor", factor) < float("inf"):
             raise ValueError(f"factor is {factor}, must be positive and finite")
         self._finish_warmup_step()
         self._parameters.rescale(factor)

@@ -10,6 +10,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
 
 import numpy as np
@@ -137,8 +138,11 @@ class SharedOptimizer(torch.optim.Optimizer):
             raise TypeError(f"optimizer must be one of torch's, got {reprlib.repr(optimizer)}")
         if not isinstance(exchange, (Exchange, LocalExchange)):
             raise TypeError(f"exchange must be an Exchange, got {reprlib.repr(exchange)}")
-        if update_scale != "auto" and not 0.0 < update_scale < math.inf:
+        is_number = isinstance(update_scale, Real) and not isinstance(update_scale, bool)
+        if update_scale != "auto" and not (is_number and 0.0 < update_scale < math.inf):
             raise ValueError(f'update_scale is {update_scale!r}, must be positive, or "auto"')
+        if not isinstance(share_state, bool):
+            raise TypeError(f"share_state must be True or False, got {reprlib.repr(share_state)}")
         # Not super().__init__: param_groups, state and defaults are the wrapped optimiser's (__getattr__, __setattr__).
         for kind in _HOOKS:
             for time in ("pre", "post"):
@@ -650,13 +654,20 @@ class SharedOptimizer(torch.optim.Optimizer):
         it has the shared parameters.
 
         Raises:
-            ValueError: as ``Exchange.load_state_dict``; nothing was loaded.
+            ValueError: the state is not an optimiser's, or as ``Exchange.load_state_dict``; nothing was loaded.
             RuntimeError: training has begun, and the state has a residual; nothing was loaded.
         """
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"the state must be a dict, got {reprlib.repr(state_dict)}")
         state = dict(state_dict)
         for prepare in list(self._optimizer_load_state_dict_pre_hooks.values()):
             state = prepare(self, state) or state
         state, stored = take_from(state)
+        if not {"state", "param_groups"} <= state.keys():
+            raise ValueError(
+                "an optimiser's state has state and param_groups, this one "
+                f"{reprlib.repr(list(state))}; nothing was loaded"
+            )
         if stored and self._has_joined:
             raise RuntimeError(
                 "this training has begun, so a state with a residual cannot be loaded any more, and nothing was: "

@@ -114,6 +114,10 @@ def share(
     team = None
     if process_group is not None:
         team = dist.get_rank(process_group), dist.get_world_size(process_group)
+        if team[0] < 0:
+            raise ValueError(
+                "this rank is not in process_group: give each rank its own machine's group"
+            )
     judgement = judge(optimizer)
     maker = TrainingMaker(
         density,
