@@ -404,9 +404,10 @@ def share(
 
 def check_state(state: Any) -> None:
     """Raise `ValueError` unless a state is one of shared arrays."""
-    if isinstance(state, Mapping) and {"params", "exchange"} <= state.keys():
+    is_mapping = isinstance(state, Mapping)
+    if is_mapping and "exchange" in state and isinstance(state.get("params"), (list, tuple)):
         return
-    what = list(state) if isinstance(state, Mapping) else state
+    what = list(state) if is_mapping else state
     raise ValueError(
         f"a state of shared arrays has params and exchange, this one is of {reprlib.repr(what)}: load what "
         "state_dict() has returned"
@@ -415,7 +416,7 @@ def check_state(state: Any) -> None:
 
 def check_shapes(saved: Sequence[Any], params: Sequence[Any]) -> None:
     """Raise `ValueError` if a state is of other parameters."""
-    shapes = [[list(array.shape) for array in arrays] for arrays in (saved, params)]
+    shapes = [[list(np.shape(array)) for array in arrays] for arrays in (saved, params)]
     if shapes[0] != shapes[1]:
         raise ValueError(f"the state is of arrays of shapes {shapes[0]}, these have {shapes[1]}")
 
@@ -642,6 +643,8 @@ class TrainingMaker:
     def _groups(
         self, named: Sequence[tuple[str, Any]], optimizer_groups: Sequence[int] | None
     ) -> Groups:
+        if not named:
+            raise ValueError("there are no parameters to share")
         number = -1 if self._is_team else device_of([array for _, array in named])
         return _groups_for(
             named,

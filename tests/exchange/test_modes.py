@@ -309,6 +309,37 @@ def test_a_node_with_options_of_numpy_trains_with_one_that_has_plain_ones(mode: 
     assert run_cluster(work, count=2, seed=0) == [1, 1]
 
 
+@pytest.mark.parametrize("state", [None, {"m": np.zeros(3)}, np.zeros(3), "text", [5]])
+def test_a_state_that_no_newcomer_could_get_is_refused_at_once(state: Any) -> None:
+    params, update = np.zeros(NUMEL, np.float32), np.ones(NUMEL, np.float32)
+    with cluster(0) as made:
+        share = gw.Exchange(encoder(), made.node(1), min_peers=0)
+        for call in (lambda: share.step(update, params, state), lambda: share.join(params, state)):
+            with pytest.raises(TypeError, match=r"optimizer_state must be|not an array"):
+                call()
+        assert share.step(update, params).step == 0
+    assert (params > 0.0).all()
+
+
+@pytest.mark.parametrize("bad_step", [0, 1])
+def test_a_local_update_that_is_not_finite_takes_nothing_from_the_others(bad_step: int) -> None:
+    with cluster(0) as made:
+        share = gw.Exchange(encoder(), made.node(1), min_peers=0, every=2, codec="dense")
+        params = np.zeros(NUMEL, np.float32)
+        ones = np.ones(NUMEL, np.float32)
+        bad = np.where(np.arange(NUMEL) == 3, np.nan, ones).astype(np.float32)
+        for step in range(4):
+            if step == bad_step:
+                with pytest.raises(gw.NonFiniteUpdate, match=r"1 elements .* the first at index 3"):
+                    share.step(bad, params)
+            share.step(ones, params)
+        with pytest.raises(TypeError, match=r"an update of float64 .* would be rounded"):
+            share.step(ones.astype(float), params)
+    expected = np.full(NUMEL, 5.0, np.float32)
+    expected[3] = 4.0
+    np.testing.assert_array_equal(params, expected)
+
+
 @pytest.mark.parametrize("timeout_s", ["1", None, float("nan"), -1.0])
 def test_a_wait_of_no_time_is_refused_instead_of_lasting_for_ever(timeout_s: Any) -> None:
     with cluster(0) as made:

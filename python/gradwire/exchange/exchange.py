@@ -270,7 +270,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
         self._groups.check_params(params)
         state = as_state(optimizer_state)
         if isinstance(state, FixedState):
-            state.export()  # refuses now rather than in the middle of training
+            state.export()  # before anything begins
         self._replica.begin_shared(params, is_new=self._membership.phase is Phase.NEW)
         # A checkpoint's state is the node's own.
         begins = not (self._replica.step or self._replica.local_steps)
@@ -543,6 +543,8 @@ def _become_member(
         state: the caller's, for a node that comes late.
         equalized: the state that the first members shall have in common, with their parameters; None: neither.
     """
+    if isinstance(state, FixedState):
+        state.export()  # refuses now rather than when a newcomer asks for it
     replica = exchange._replica
     replacements = replica.replacements
     while True:

@@ -237,7 +237,7 @@ class SharedCopy:
     def add_local_step(self, update: Any, params: Any) -> None:
         """Take a step of the caller's for it: add its update to its parameters, which run ahead."""
         self.copy_shared(params)
-        add(writable_views(params), views(update))
+        self.add_update(update, params, 1.0)
 
     def add_update(self, update: Any, params: Any, weight: float) -> None:
         """Let the caller's parameters hold its update, times a factor, which are to be encoded without a residual.

@@ -137,9 +137,16 @@ NO_STATE = FixedState(())
 
 
 def as_state(optimizer_state: OptimizerState) -> NodeState:
-    """Return a caller's state as an object."""
+    """Return a caller's state as an object.
+
+    Raises:
+        TypeError: it is neither arrays nor a `NodeState`.
+    """
     if isinstance(optimizer_state, Sequence):
         return FixedState(optimizer_state)
+    if not hasattr(optimizer_state, "export"):
+        kind = type(optimizer_state).__name__
+        raise TypeError(f"optimizer_state must be a list of arrays or a NodeState, got {kind}")
     return optimizer_state
 
 
