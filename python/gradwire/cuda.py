@@ -25,6 +25,7 @@ from .policy import (
     TargetBytes,
     TargetDensity,
     ThresholdPolicy,
+    as_number,
     begin,
     round_threshold,
     rounding_point_of,
@@ -204,6 +205,7 @@ class CudaEncoder(Encoder, device="cuda"):
         rule = ThresholdRule.of(policy, self.numel)
         words = _policy_words(rule.policy, self.shakeup, self.clip)
         if threshold is not None:
+            threshold = as_number("threshold", threshold)
             round_threshold(threshold)
         state = self._state()
         self._device_core.set_policy(words)
