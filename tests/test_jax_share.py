@@ -261,6 +261,29 @@ def test_wrong_use_is_refused() -> None:
     state = optimizer.init(params)
     with pytest.raises(ValueError, match="needs the parameters"):
         optimizer.update(params, state)
+    for nothing in ({}, None, {"params": [np.zeros(4)], "exchange": {}}):
+        with pytest.raises(ValueError, match=r"the state|a state"):
+            optimizer.load_state_dict(nothing)
+    for strange in ("adam", None, optax.GradientTransformation):
+        with pytest.raises(TypeError, match="GradientTransformation"):
+            gradwire.jax.share(strange)
+    with pytest.raises(TypeError, match="parameters must be arrays"):
+        optimizer.init({"w": "x"})
+
+
+def test_arrays_of_other_shapes_are_refused_and_nothing_is_sent() -> None:
+    params = {"w": jax.numpy.zeros((4, 2))}
+    with gradwire.jax.share(optax.sgd(0.1), codec="dense") as optimizer:
+        state = optimizer.init(params)
+        with pytest.raises(ValueError, match=r"the update .*\(4, 2\).*\(2, 4\)"):
+            optimizer.update({"w": jax.numpy.ones((2, 4))}, state, params)
+        with pytest.raises(ValueError, match=r"the parameters .*\(4, 2\).*\(3,\)"):
+            optimizer.update({"w": jax.numpy.ones(3)}, state, {"w": jax.numpy.ones(3)})
+        with pytest.raises(ValueError, match="the parameters"):
+            optimizer.update(jax.numpy.ones((4, 2)), state, params["w"])
+        updates, _ = optimizer.update({"w": jax.numpy.ones((4, 2))}, state, params)
+        assert optimizer.result.step == 0
+    np.testing.assert_allclose(updates["w"], np.full((4, 2), -0.1), rtol=1e-6)
 
 
 @pytest.mark.parametrize("make", [optax.adamw, optax.sgd], ids=["adamw", "sgd"])

@@ -283,9 +283,7 @@ def test_nothing_is_left_to_do_in_arrays_that_never_joined(monkeypatch: pytest.M
     np.testing.assert_array_equal(weights, np.arange(8))
 
 
-@pytest.mark.parametrize(
-    "framework", ["numpy", pytest.param("torch", marks=pytest.mark.torch)]
-)
+@pytest.mark.parametrize("framework", ["numpy", pytest.param("torch", marks=pytest.mark.torch)])
 def test_shake_up_and_clipping_reach_the_encoders(
     framework: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

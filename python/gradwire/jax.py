@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from .errors import Closed
-from .sharing import Training, check_shapes, training_for
+from .sharing import Training, check_shapes, check_state, training_for
 from .transport import Node
 
 if TYPE_CHECKING:
@@ -77,8 +78,13 @@ def share(
 
     Raises:
         ValueError: an option or environment variable that cannot be used.
+        TypeError: ``optimizer`` is none.
         TimeoutError: not all nodes of the run appeared.
     """
+    if isinstance(optimizer, type) or not hasattr(optimizer, "update"):
+        raise TypeError(
+            f"optimizer must be a GradientTransformation, got {reprlib.repr(optimizer)}"
+        )
     if update_scale != "auto" and not (
         isinstance(update_scale, (int, float)) and 0.0 < update_scale < math.inf
     ):
@@ -200,6 +206,9 @@ class _SharedUpdates:
         names = ["/".join(map(_key_of, path)) for path, _ in paths]
         _refuse_tracers("init", params)
         leaves = [leaf for _, leaf in paths]
+        for name, leaf in zip(names, leaves, strict=True):
+            if isinstance(leaf, (str, bytes)):
+                raise TypeError(f"{name} is {reprlib.repr(leaf)}: parameters must be arrays")
         for name, dtype in zip(names, map(jax.numpy.result_type, leaves), strict=True):
             if dtype not in (np.float32, np.float64):
                 raise TypeError(
@@ -252,12 +261,12 @@ class _SharedUpdates:
         _refuse_tracers("update", (updates, params))
         if not self._has_joined:
             self.join()
-        before = [np.asarray(leaf) for leaf in jax.tree.leaves(params)]
+        before = [np.asarray(leaf) for leaf in self._leaves_of("the parameters", params)]
         # Parameters that were restored from elsewhere, or changed in another way, are the caller's word.
         if not any(all(map(_is_close, before, expected)) for expected in self._expected):
             _fill(self._leaves, before)
         moved, inner = self._update(updates, state.inner, params, **further)
-        leaves, tree = jax.tree.flatten(moved)
+        leaves = self._leaves_of("the update", moved)
         factors = self._scale, 1.0
         if self._scale == "auto":
             factors = exchange.agreement.factor, exchange.agreement.decay_factor
@@ -276,7 +285,7 @@ class _SharedUpdates:
         deltas = [jax.numpy.asarray(new - old) for new, old in pairs]
         added = zip(before, deltas, strict=True)
         self._expected = [[(old + np.asarray(delta)).astype(old.dtype) for old, delta in added]]
-        return jax.tree.unflatten(tree, deltas), ShareState(inner, decay)
+        return jax.tree.unflatten(self._tree, deltas), ShareState(inner, decay)
 
     @property
     def step_number(self) -> int:
@@ -305,7 +314,11 @@ class _SharedUpdates:
             raise RuntimeError(
                 "this training has begun: load a state right after init, before the first update"
             )
+        check_state(state)
+        if "returned" not in state:
+            raise ValueError("the state is one of gw.share, not of gradwire.jax.share")
         check_shapes(state["params"], self._leaves)
+        check_shapes(state["returned"], self._leaves)
         training.exchange.load_state_dict(state["exchange"])
         _fill(self._leaves, state["params"])
         shared = training.exchange.shared(self._leaves)
@@ -334,6 +347,21 @@ class _SharedUpdates:
         if self._training is None:
             raise Closed("this transformation has no training, or was closed: call init")
         return self._training
+
+    def _leaves_of(self, what: str, given: Any) -> list[Any]:
+        """Return the leaves of a tree; raise `ValueError` unless it is one like the parameters."""
+        import jax
+
+        leaves: list[Any]
+        leaves, tree = jax.tree.flatten(given)
+        shapes = [np.shape(leaf) for leaf in leaves]
+        expected = [leaf.shape for leaf in self._leaves]
+        if (tree, shapes) != (self._tree, expected):
+            raise ValueError(
+                f"{what} must be as the parameters given to init, {self._tree} of shapes {expected}, not {tree} of "
+                f"{shapes}"
+            )
+        return leaves
 
     def _given(self, leaves: Sequence[Any]) -> Any:
         """Return arrays as the parameters of the caller."""

@@ -105,7 +105,7 @@ class Node(NotCopied, instead="make a node in every process that has one"):
         local = LocalNode(
             key,
             now_s(),
-            node_id=secrets.randbits(64) if node_id is None else node_id,
+            node_id=secrets.randbits(64) if node_id is None else int(node_id),
             incarnation=time.time_ns() // 1_000_000,
             advertise=advertised,
             name=f"{self.address} (with {self._secret_name})",
@@ -208,7 +208,7 @@ class Node(NotCopied, instead="make a node in every process that has one"):
                 pause_s = min(PAUSE_S, timeout_s - waited_s)
                 if self._wait_for(lambda: len(self._endpoint.peers) >= count, pause_s):
                     return self._endpoint.peers
-                if waited_s >= timeout_s or self._is_hopeless(started_s):
+                if not waited_s < timeout_s or self._is_hopeless(started_s):
                     raise TimeoutError(self._missing(count, f"within {waited_s:.3g} s"))
                 if waited_s >= log_s:
                     logger.warning("%s", self._missing(count, f"yet, waiting {timeout_s:g} s"))
@@ -358,7 +358,7 @@ class Node(NotCopied, instead="make a node in every process that has one"):
     def _wait_for(self, is_done: Callable[[], bool], timeout_s: float) -> bool:
         """Move datagrams once, then wait until the I/O thread finds that ``is_done``; return whether it is."""
         self._pump()
-        if is_done() or timeout_s <= 0.0:
+        if is_done() or not timeout_s > 0.0:
             return is_done()
         self._awaited.append(is_done)
         try:
