@@ -459,7 +459,6 @@ def test_entries_that_describe_no_message_are_refused(
         ({"scale": None}, "scale must be a number, got None"),
         ({"part": 0}, r"part must be partition\[i\] of a Partition, got 0"),
         ({"part": gw.Partition(3, 1)}, r"part must be partition\[i\]"),
-        ({"threads": "2"}, "threads must be an int, got '2'"),
     ],
 )
 def test_arguments_of_the_wrong_kind_are_refused_by_name(arguments: Any, complaint: str) -> None:

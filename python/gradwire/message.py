@@ -92,7 +92,6 @@ def apply_many(
         raise TypeError(f"scale must be a number, got {reprlib.repr(scale)}")
     if part is not None and not isinstance(part, Part):
         raise TypeError(f"part must be partition[i] of a Partition, got {reprlib.repr(part)}")
-    check_range("threads", threads, 1, 1024)
     device = device_of(target)
     if device < 0:
         on_host = [_on_host(message) for message in messages]

@@ -702,17 +702,10 @@ class Router:
         """Send the queued messages, or those of another queue, while there is space; return whether none is left."""
         is_empty = self._slicer.send_all(self._unsent if queue is None else queue)
         if not is_empty:
-            self._make_room()
+            self.make_room()
         return is_empty
 
-    def has_room(self, nbytes: int) -> bool:
-        """Return whether the node takes so many bytes now; if not, whoever is no member must not be the reason."""
-        has_room: bool = self.node.has_room(nbytes)
-        if not has_room:
-            self._make_room()
-        return has_room
-
-    def _make_room(self) -> None:
+    def make_room(self) -> None:
         """End the connections of nodes that are no members and take nothing: they join again, with a snapshot."""
         members = self._membership.members
         outside = {peer for peer, run in self._runs.items() if run not in members}
@@ -721,8 +714,9 @@ class Router:
 
     def participants(self) -> list[NodeRun] | None:
         """Return the nodes that an update and its note are for; None: all that are connected."""
-        here = [run for run in self._runs.values() if self._membership.gets_updates(run)]
-        return None if len(here) == len(self._runs) else here
+        if self._membership.members.keys() >= self._connected:
+            return None
+        return [run for run in self._runs.values() if self._membership.gets_updates(run)]
 
     def _peers_of(self, receiver: NodeRun | list[NodeRun]) -> Peer | list[Peer]:
         peer_of = self._introductions.peer_of
@@ -777,7 +771,7 @@ class Router:
                 self._update = Outgoing(step, payload, receivers)
             ticket = self._slicer.send(self._update)
         except WouldBlock:
-            self._make_room()
+            self.make_room()
             return None
         self._update = None
         return ticket

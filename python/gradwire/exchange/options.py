@@ -253,7 +253,8 @@ def _plain(name: str, value: Any) -> float:
         return check_seconds(name, value, least=_SECONDS[name])
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an int, got {reprlib.repr(value)}")
-    number = int(value)
-    if not _LEAST[name] <= number <= _INT_MAX:
-        raise ValueError(f"{name} is {number}, must be {_LEAST[name]} to {_INT_MAX}")
+    least, number = _LEAST[name], int(value)
+    if not least <= number <= _INT_MAX:
+        bound = f"{least} or more" if number < least else f"at most {_INT_MAX}"
+        raise ValueError(f"{name} is {number}, must be {bound}")
     return number

@@ -261,10 +261,9 @@ class Step:
             if self._membership.phase is Phase.JOINING:
                 self._join.ensure_member(params, optimizer_state)
             obstacle = self._obstacle()
-            now_s = clock.now_s()
             if obstacle is None:
-                return now_s - begin_s
-            if now_s >= begin_s + timeout_s:
+                return clock.now_s() - begin_s
+            if clock.now_s() >= begin_s + timeout_s:
                 raise WouldBlock(
                     f"step {self._replica.step} cannot begin within {timeout_s:g} s: {obstacle}; "
                     "the update was not taken"
@@ -273,7 +272,8 @@ class Step:
 
     def _obstacle(self) -> str | None:
         """Return the reason why this node cannot send one more update; None if it can."""
-        if not self._router.has_room(self._room_bytes):
+        if not self._router.node.has_room(self._room_bytes):
+            self._router.make_room()
             return "no space to send it: a peer does not take its messages"
         if self._is_sync:
             return None

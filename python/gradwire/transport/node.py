@@ -269,8 +269,8 @@ class Node(NotCopied, instead="make a node in every process that has one"):
         """
         if not 0 <= operator.index(tag) < 1 << 64:
             raise ValueError(f"tag is {tag}; it must fit 64 bits unsigned")
-        named = to if isinstance(to, Collection) else () if to is None else (to,)
-        if not all(isinstance(peer, Peer) for peer in named):
+        named = to if isinstance(to, Collection) else (to,)
+        if to is not None and not all(isinstance(peer, Peer) for peer in named):
             raise TypeError(f"to must be one of node.peers, several, or None, got {to!r}")
         payload = flat_view(buffer)
         self._check_open()
