@@ -201,6 +201,7 @@ def test_gradwire_has_a_factor_with_adaptive_optimisers(bench: Any, task: Any, e
     assert trained(task, made.Gradwire, every=every, inner=made.sgd).agreement.factor == 1.0
 
 
+@pytest.mark.slow
 def test_bytes_are_those_of_the_recipes(bench: Any, task: Any) -> None:
     _, made = bench
     reduced, gathered = 2 * (NODES - 1) / NODES, NODES - 1
@@ -234,6 +235,7 @@ def test_a_loss_on_another_text_is_not_taken_for_one_on_this(
     assert path.read_text().count("\n") == 2
 
 
+@pytest.mark.slow
 def test_a_run_continues_where_it_was_interrupted_and_draws_a_picture(tmp_path: Path) -> None:
     command = [sys.executable, BENCHMARKS / "bench_frontier.py", "--nodes", "2", "--seeds", "1"]
     command += ["--steps", "4", "--width", "8", "--layers", "2", "--context", "4", "--batch", "2"]

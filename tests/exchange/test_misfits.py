@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import gradwire as gw
-from gradwire.exchange import Group, Groups, StepResult
+from gradwire.exchange import Group, Groups, StepResult, join
 from gradwire.exchange.metrics import ResidualMonitor
 from gradwire.exchange.protocol import TAG_NUMBERS, Hello, Kind, Phase, run_of, tag_of
 
@@ -481,6 +481,27 @@ def test_a_node_that_prepares_for_long_before_it_joins_gets_no_updates_meanwhile
     first, *others = run_cluster(train, count=3, seed=5)
     assert all(first.tobytes() == other.tobytes() for other in others)
     assert not updates
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_newcomer_keeps_some_updates_however_large_they_are(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(join, "_KEPT_BYTES", 0)
+    monkeypatch.setattr(join, "_KEPT_FACTOR", 0)
+
+    def train(node: FakeNode, rank: int) -> Any:
+        node.cluster.compute(node, 10.0 * (rank == 2))
+        share = gw.Exchange(gw.Encoder(50, 0.1), node, min_peers=1, timeout_s=20.0, codec="dense")
+        params = np.zeros(50, np.float32)
+        share.join(params)
+        while share.next_step < 40:
+            share.step(np.full(50, 0.01, np.float32), params)
+            node.cluster.compute(node, 1.0)
+        return params
+
+    first, *others = run_cluster(train, count=3, seed=seed)
+    assert all(first.tobytes() == other.tobytes() for other in others)
 
 
 @pytest.mark.parametrize("seed", range(6))

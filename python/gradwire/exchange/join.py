@@ -36,9 +36,11 @@ _SILENT_STEPS = 2
 # A request to several members names a step that they reach so many seconds later, and at most so many steps.
 _REQUEST_S = 1.0
 _STEPS_AHEAD_MAX = 16
-# Memory for the members' updates that wait for the snapshot: times its size, and at least so many bytes.
+# Memory for the members' updates that wait for the snapshot: times its size, and at least so many bytes, and updates of
+# every member: those of large dense trainings have the size of the snapshot.
 _KEPT_FACTOR = 2
 _KEPT_BYTES = 256 << 20
+_KEPT_UPDATES = 4
 
 
 def _tell_step(ensure_member: Callable[..., None]) -> Callable[..., None]:
@@ -648,7 +650,8 @@ def _check_kept_updates(membership: Membership, recipient: Recipient) -> None:
     """Raise `TimeoutError` for more updates than a snapshot can be worth waiting for."""
     streams = [*membership.others.values(), *membership.past.values()]
     kept_bytes = sum(stream.waiting_bytes for stream in streams)
-    if kept_bytes > max(_KEPT_BYTES, _KEPT_FACTOR * recipient.expected_bytes):
+    most_bytes = max(_KEPT_BYTES, _KEPT_FACTOR * recipient.expected_bytes)
+    if kept_bytes > most_bytes and any(stream.waiting > _KEPT_UPDATES for stream in streams):
         raise TimeoutError(
             f"{kept_bytes / 1e6:.0f} MB of the members' updates have arrived while this node waits for its "
             f"snapshot ({recipient.progress or 'nothing yet'}): its link does not carry the training; share "
