@@ -78,7 +78,7 @@ def share(
 
     Raises:
         ValueError: an option or environment variable that cannot be used.
-        TypeError: ``optimizer`` is none.
+        TypeError: ``optimizer`` is no transformation.
         TimeoutError: not all nodes of the run appeared.
     """
     if isinstance(optimizer, type) or not hasattr(optimizer, "update"):
