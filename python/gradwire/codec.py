@@ -38,7 +38,7 @@ from .policy import (
     sampled_density,
     whole,
 )
-from .state import EncoderState, check_range
+from .state import EncoderState, check_flag, check_range
 
 __all__ = ["Encoder", "EncoderStats", "backends"]
 
@@ -267,10 +267,7 @@ class Encoder:
         if not self._devices.fullmatch(str(device)):
             raise ValueError(f'device must be "cpu", "cuda" or "cuda:<number>", got {device!r}')
         self.dtype = _dtype_of_residual(dtype)
-        if not isinstance(keeps_residual, (bool, np.bool_)):
-            raise TypeError(
-                f"keeps_residual must be True or False, got {reprlib.repr(keeps_residual)}"
-            )
+        self.keeps_residual = check_flag("keeps_residual", keeps_residual)
         # What these take out of the residual would be in the difference again.
         if not keeps_residual and (clip is not None or on_nonfinite == "skip"):
             raise ValueError(
@@ -281,7 +278,6 @@ class Encoder:
         self.shakeup = shakeup
         self.clip = clip
         self.on_nonfinite = on_nonfinite
-        self.keeps_residual = keeps_residual
         self._rule = ThresholdRule.of(threshold, numel)
         self._allocate()
 

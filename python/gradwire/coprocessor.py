@@ -48,7 +48,7 @@ from .slices import (
     slice_bytes_of,
     tag_of_slice,
 )
-from .state import check_format, check_range, check_seconds
+from .state import check_flag, check_format, check_node, check_range, check_seconds
 from .transport import Node, Peer, PeerJoined, Received, Ticket
 
 __all__ = ["SGD", "Host", "Worker"]
@@ -102,8 +102,7 @@ class SGD:
     def __post_init__(self) -> None:
         self.lr = as_number("lr", self.lr)
         self.momentum = as_number("momentum", self.momentum)
-        if not isinstance(self.nesterov, bool):
-            raise TypeError(f"nesterov must be True or False, got {self.nesterov!r}")
+        self.nesterov = check_flag("nesterov", self.nesterov)
         if not 0.0 < self.lr < math.inf:
             raise ValueError(f"lr must be finite and above 0, got {self.lr!r}")
         if not 0.0 <= self.momentum < 1.0 or (self.nesterov and not self.momentum):
@@ -260,7 +259,7 @@ class Host(AbstractContextManager["Host"]):
         check_range("save_every", save_every, 1, 2**53)
         check_range("gradients_per_step", gradients_per_step, 1, 2**20)
         check_range("max_staleness", 0 if max_staleness is None else max_staleness, 0, 2**53)
-        _check_node(node)
+        check_node(node)
         Encoder(0, threshold)  # refuses now what the first replica's would refuse
         given = _listed(params)
         initial = [np.asarray(p.detach() if hasattr(p, "detach") else p) for p in given]
@@ -632,7 +631,7 @@ class Worker(AbstractContextManager["Worker"]):
         timeout_s: float = 600.0,
     ) -> None:
         check_range("in_flight", in_flight, 0, 2**20)
-        _check_node(node)
+        check_node(node)
         Encoder(0, threshold)
         self._given = [] if params is None else _listed(params)
         layouts(self._given)
@@ -926,11 +925,6 @@ def _listed(params: Any) -> list[Any]:
     """Return several arrays as a list; one array, or what is none, as its only element."""
     is_single = hasattr(params, "dtype") or not isinstance(params, Iterable)
     return [params] if is_single else list(params)
-
-
-def _check_node(node: Any) -> None:
-    if isinstance(node, type) or not hasattr(node, "publish"):
-        raise TypeError(f"node must be a Node, got {reprlib.repr(node)}")
 
 
 def _flat_and_views(layout: list[Any]) -> tuple[NDArray[Any], Arrays]:

@@ -13,7 +13,14 @@ from numpy.typing import NDArray
 
 from .policy import PolicyState, Supply, as_number, round_threshold
 
-__all__ = ["EncoderState", "check_format", "check_range", "check_seconds"]
+__all__ = [
+    "EncoderState",
+    "check_flag",
+    "check_format",
+    "check_node",
+    "check_range",
+    "check_seconds",
+]
 
 _ENCODER_FORMAT = 2
 
@@ -48,6 +55,19 @@ def check_range(name: str, value: int, least: int, most: int) -> int:
     if not least <= value <= most:
         raise ValueError(f"{name} must be {least} to {most}, got {value}")
     return int(value)
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """Return True or False, one of NumPy's as Python's; raise `TypeError` for everything else, as for "False"."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} must be True or False, got {reprlib.repr(value)}")
+    return bool(value)
+
+
+def check_node(node: Any) -> None:
+    """Raise `TypeError` for what is not a node, nor stands in for one."""
+    if isinstance(node, type) or not hasattr(node, "publish"):
+        raise TypeError(f"node must be a Node, got {reprlib.repr(node)}")
 
 
 def check_seconds(name: str, value: Any, *, least: float = math.ulp(0.0)) -> float:

@@ -16,7 +16,7 @@ from ..arrays import copies, writable_views
 from ..codec import Encoder
 from ..errors import NotCopied
 from ..slices import slice_bytes_of
-from ..state import check_seconds
+from ..state import check_node, check_seconds
 from . import checkpoint
 from .consistency import Consistency
 from .departure import Departure, Trainings
@@ -677,8 +677,7 @@ def _check_memory(options: Options, groups: Groups, node: Node) -> None:
 
 def _make_parts(options: Options, groups: Groups, node: Node) -> _Parts:
     """Make and connect the parts of an exchange."""
-    if isinstance(node, type) or not hasattr(node, "publish"):
-        raise TypeError(f"node must be a Node, got {reprlib.repr(node)}")
+    check_node(node)
     _check_memory(options, groups, node)
     if not groups.keeps_residuals and not options.apply_residual:
         raise ValueError(

@@ -9,11 +9,9 @@ from dataclasses import dataclass, fields
 from numbers import Integral
 from typing import Any, Literal, TypedDict
 
-import numpy as np
-
 from ..codec import Encoder
 from ..policy import MANY_LOCAL_STEPS, as_number
-from ..state import check_seconds
+from ..state import check_flag, check_seconds
 from .groups import Codec
 from .protocol import VERSIONS
 
@@ -244,9 +242,7 @@ def training_defaults(options: ExchangeOptions) -> ExchangeOptions:
 def _plain(name: str, value: Any) -> float:
     """Return an option's value as a bool, int or float; raise as `Options` does."""
     if name in _FLAGS:
-        if not isinstance(value, (bool, np.bool_)):
-            raise TypeError(f"{name} must be True or False, got {reprlib.repr(value)}")
-        return bool(value)
+        return check_flag(name, value)
     if name == "outer_momentum":
         return as_number(name, value)
     if name in _SECONDS:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..errors import Closed
-from ..state import check_range, check_seconds
+from ..state import check_node, check_range, check_seconds
 from . import layout
 from .ring import FeedFailed, Ring
 
@@ -85,7 +85,7 @@ class Feed:
         """
         from .link import Link
 
-        _check_node(node)
+        check_node(node)
         feed = cls.__new__(cls)
         feed._store = Link(node, check_seconds("timeout_s", timeout_s, least=0.0))
         return feed
@@ -98,7 +98,7 @@ class Feed:
         """
         from .link import Server
 
-        _check_node(node)
+        check_node(node)
         run = Server(self._local(), node).run
         threading.Thread(target=run, name="gradwire-feed", daemon=True).start()
 
@@ -238,8 +238,3 @@ class Feed:
 
 def _checked_wait(timeout_s: float | None) -> float | None:
     return None if timeout_s is None else check_seconds("timeout_s", timeout_s, least=-math.inf)
-
-
-def _check_node(node: Any) -> None:
-    if isinstance(node, type) or not hasattr(node, "publish"):
-        raise TypeError(f"node must be a Node, got {node!r}")

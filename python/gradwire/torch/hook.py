@@ -29,7 +29,7 @@ from ..policy import (
     divide_budget,
     policy_for_tensor,
 )
-from ..state import check_format, check_range
+from ..state import check_flag, check_format, check_range
 from .gather import Gather, Gathered
 from .judge import is_adaptive
 from .parameter_state import ParameterState, ParameterStates
@@ -195,8 +195,7 @@ class ThresholdState:
         """Check the options and make what changes from step to step."""
         self.warmup_steps = check_range("warmup_steps", self.warmup_steps, 0, 2**63 - 1)
         self.momentum = as_number("momentum", self.momentum)
-        if not isinstance(self.factor_masking, bool):
-            raise TypeError(f"factor_masking must be True or False, got {self.factor_masking!r}")
+        self.factor_masking = check_flag("factor_masking", self.factor_masking)
         if not 0.0 <= self.momentum < 1.0:
             raise ValueError(f"momentum is {self.momentum}, must be in [0, 1)")
         if self.backend not in _BACKENDS:

@@ -21,6 +21,7 @@ from ..arrays import copies, writable_views
 from ..errors import Closed, Mismatch, NonFiniteUpdate
 from ..exchange import Exchange, LocalExchange, hand_over, take_over
 from ..exchange.consistency import digest_of
+from ..state import check_flag
 from .checkpoint import KEY, LoadedState, Values, dcp_caller, put_into, state_of, take_from
 from .judge import Judgement, judge, parameters_of
 from .marks import Marks
@@ -141,8 +142,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         is_number = isinstance(update_scale, Real) and not isinstance(update_scale, bool)
         if update_scale != "auto" and not (is_number and 0.0 < update_scale < math.inf):
             raise ValueError(f'update_scale is {update_scale!r}, must be positive, or "auto"')
-        if not isinstance(share_state, bool):
-            raise TypeError(f"share_state must be True or False, got {reprlib.repr(share_state)}")
+        check_flag("share_state", share_state)
         # Not super().__init__: param_groups, state and defaults are the wrapped optimiser's (__getattr__, __setattr__).
         for kind in _HOOKS:
             for time in ("pre", "post"):

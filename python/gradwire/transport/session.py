@@ -481,9 +481,8 @@ class Session:
             self._retry = Retry(close, self._retry.began_at_s, now_s)
             self.sender.abandon()
         elif self.state is not State.CLOSING:
-            self.control.frames = [
-                close
-            ]  # who has the RESPONSE would wait for an answer to its KEY
+            # Who has the RESPONSE would wait for an answer to its KEY.
+            self.control.frames = [close]
             self.end("closed", now_s)
 
     def give_up(self, reason: str, now_s: float) -> None:
