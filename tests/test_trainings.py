@@ -371,3 +371,20 @@ def test_an_update_of_another_shape_is_refused_unless_it_is_flat() -> None:
                 shared.step([np.ones((4, 3), np.float32), np.ones((), np.float32)])
             shared.step([np.ones(12, np.float32), np.ones(1, np.float32)])
             assert (params[0] == 1.0).all()
+
+
+@pytest.mark.parametrize("end", ["open", "close", "leave"])
+def test_a_node_has_one_training(end: str) -> None:
+    """The other nodes cannot tell the messages of two trainings of one node apart."""
+    params = np.zeros(3, np.float32)
+    with gw.Node("127.0.0.1:0", secret=bytes(range(32))) as node:
+        shared = gw.share(params, node=node, min_peers=0)
+        shared.step(np.ones(3, np.float32))
+        if end != "open":
+            getattr(shared, end)()
+        with pytest.raises(RuntimeError, match="give every training a node of its own"):
+            gw.share(params, node=node, min_peers=0)
+        if end == "open":
+            shared.step(np.ones(3, np.float32))
+    with gw.Node("127.0.0.1:0", secret=bytes(range(32))) as node:
+        gw.share(params, node=node, min_peers=0).step(np.ones(3, np.float32))

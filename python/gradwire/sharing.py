@@ -381,6 +381,7 @@ def share(
             log entry names the node that all wait for.
 
     Raises:
+        RuntimeError: this process takes part in a training of this run already, or ``node`` has a training.
         TimeoutError: not all nodes of the run appeared; the message names the missing ones.
         Mismatch: another node shares arrays of other shapes or dtypes, or with other options.
         ValueError: an argument or environment variable that cannot be used.
@@ -555,6 +556,9 @@ class TrainingMaker:
         TypeError, ValueError: the options cannot be used.
     """
 
+    # Given nodes that have, or have had, a training.
+    _used_nodes: ClassVar[weakref.WeakSet[Node]] = weakref.WeakSet()
+
     def __init__(
         self,
         density: Density | None,
@@ -605,8 +609,13 @@ class TrainingMaker:
             optimizer_groups: for every parameter the number of its group in the optimiser; None: there is one.
 
         Raises:
-            RuntimeError: this process takes part in a training of this run already.
+            RuntimeError: this process takes part in a training of this run already, or the given node has one.
         """
+        if self._node is not None and self._node in self._used_nodes:
+            raise RuntimeError(
+                f"{self._node!r} has a training, whose messages the others would take for those of another one: give "
+                "every training a node of its own, and close the node of one that has ended"
+            )
         groups = self._groups(named, optimizer_groups)
         if self._run is not None:
             self._finished = Training.begin(self._run)
@@ -619,6 +628,8 @@ class TrainingMaker:
             if self._is_own_node and self._node is not None:
                 self._node.close(0.0)
             raise
+        if not self._is_own_node and self._node is not None:
+            self._used_nodes.add(self._node)
         node = self._node if self._is_own_node else None
         if self._run is not None and node is not None and self._place.rank is None:
             _tell_number(exchange, node.peer)

@@ -74,6 +74,7 @@ def share(
         TypeError: ``model`` or ``optimizer`` has the wrong type, or an unknown option.
         ValueError: the optimiser has parameters that are not the model's, DistributedDataParallel averages gradients
             without ``process_group``, an option is out of range, or the environment cannot be used.
+        RuntimeError: this process takes part in a training of this run already, or ``node`` has a training.
         TimeoutError: not all nodes of the run appeared; the message names the missing ones.
 
     Example:
