@@ -36,6 +36,10 @@ if is_emulated():
 
     install(Path(os.environ[EMULATED_MODULE]), int(os.environ.get("GRADWIRE_EMULATED_SEED", 0)))
 
+# The tests run in as many processes as there are processors. More threads would wait for each other, which makes the
+# whole suite a third longer. The processes that pytest and the tests start read it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 
 @pytest.fixture(params=_core.usable_isas())
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
