@@ -145,6 +145,26 @@ def test_the_log_names_the_two_while_a_start_waits(caplog: pytest.LogCaptureFixt
     assert "this node begins without some of the first members" in caplog.text
 
 
+def test_a_node_that_connects_late_with_one_after_the_other_lacks_nobody(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with cluster(1) as world:
+        how = {"start_timeout_s": 1_000.0}
+        trainers = [trainer(world, node_id, 1, how) for node_id in (10, 20)]
+        world.run(until=lambda: len(trainers[0].results) > 5)
+        newcomer = trainer(world, 30, 1, how)
+        for member in trainers:
+            block(world, member.node, newcomer.node)
+        connects_s = world.now_s + 5.0
+        world.run(until=lambda: world.now_s > connects_s)
+        world.connect(trainers[1].node, newcomer.node)
+        world.run(until=lambda: world.now_s > connects_s + 0.2)
+        world.connect(trainers[0].node, newcomer.node)
+        world.run()
+    assert "cannot reach" not in caplog.text
+    assert_identical([*trainers, newcomer])
+
+
 def test_the_others_wait_for_a_lowest_node_that_has_said_something_and_is_busy() -> None:
     with cluster(1) as world:
         how = {"start_timeout_s": 1_000.0}

@@ -84,6 +84,7 @@ class Start:
         # Of nodes that do not see all that this node sees.
         self._lacks_since_s: dict[NodeRun, float] = {}
         self._looked_s = 0.0
+        self._unreached: clock.Wait | None = None  # for nodes that others see
         self._equalizes = False
         self._former_members: int | None = None
 
@@ -141,9 +142,8 @@ class Start:
         membership.restart_at(self._replica.step)
         deadline_s = clock.now_s() + timeout_s
         self._tells_at_s = clock.now_s() + _COMPLETE_S
-        wait = clock.Wait("this node waits for the others", timeout_s)
         if expected:
-            self._wait_for_connections(expected, timeout_s, wait)
+            self._wait_for_connections(expected, timeout_s)
         elif self._router.node.seeds:
             # It may begin alone, but not a second training while nodes that it knows go on with the first.
             with suppress(TimeoutError):
@@ -153,7 +153,7 @@ class Start:
             self._poll(poll_s)
             poll_s = clock.POLL_S
             self._try_to_start(expected)
-            obstacle = self._note_view(wait)
+            obstacle = self._note_view()
             if membership.phase is Phase.NEW and clock.now_s() >= deadline_s:
                 ready = len(self._introductions.compatible())
                 text = f"{ready} of {expected} peers were ready within {timeout_s:g} s"
@@ -169,7 +169,7 @@ class Start:
                     "; ".join([text, *(causes if obstacle else [*causes, _LATE_REMEDY])])
                 )
 
-    def _wait_for_connections(self, expected: int, timeout_s: float, wait: clock.Wait) -> None:
+    def _wait_for_connections(self, expected: int, timeout_s: float) -> None:
         """Wait for so many peers, or for a training that has begun: then no other node is needed."""
         look_at_s = clock.now_s() + _COMPLETE_S
 
@@ -178,7 +178,7 @@ class Start:
             if clock.now_s() < look_at_s:
                 return False
             self._poll(0.0)
-            self._note_view(wait)
+            self._note_view()
             return bool(self._trainings.joinable())
 
         try:
@@ -187,7 +187,7 @@ class Start:
             obstacle = self._trainings.describe_unreachable()
             raise TimeoutError(f"{error}; {obstacle or _LATE_REMEDY}") from None
 
-    def _note_view(self, wait: clock.Wait) -> str:
+    def _note_view(self) -> str:
         """Tell the others which new nodes this node sees; log and return which nodes it cannot reach."""
         now_s = clock.now_s()
         seen = frozenset(self._introductions.compatible(Phase.NEW))
@@ -197,8 +197,12 @@ class Start:
             self._tells_at_s = now_s + _COMPLETE_S
             self._router.introduce()
         obstacle = self._trainings.describe_unreachable()
-        if obstacle:
-            wait.note(None, obstacle)
+        if not obstacle:
+            self._unreached = None
+        elif self._unreached is None:  # an introduction may just be on its way
+            self._unreached = clock.Wait("this node waits for the others", self._options.timeout_s)
+        else:
+            self._unreached.note(None, obstacle)
         return obstacle
 
     def _expected_peers(self) -> int:
