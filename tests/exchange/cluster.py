@@ -165,6 +165,7 @@ class Cluster:
         self._by_greenlet: dict[greenlet, _Worker] = {}
         self._running: list[_Worker] = []  # those that are not done
         self._test = getcurrent()
+        self._following: _Worker | None = None  # whose turn it is when a worker has ended
         self._until: Callable[[], bool] = bool
         self._turns_left = 0
         self._failure: BaseException | None = None
@@ -227,6 +228,9 @@ class Cluster:
         self._turns_left = TURNS_MAX
         self._test = getcurrent()
         self.hand_over()
+        while self._following is not None:
+            following, self._following = self._following, None
+            following.greenlet.switch()
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
@@ -285,7 +289,11 @@ class Cluster:
             following = self._next()
         except BaseException as error:  # told to the test
             self._failure = error
-        if following is not worker:
+        if worker is not None and worker.is_done:
+            # It ends, and its parent goes on: one that stayed suspended would keep the whole cluster in memory.
+            self._following = following
+            worker.greenlet.parent = self._test
+        elif following is not worker:
             (self._test if following is None else following.greenlet).switch()
 
     def _next(self) -> _Worker | None:
