@@ -34,7 +34,11 @@ def test_every_pod_of_the_jobset_finds_its_place_and_its_port() -> None:
     assert [place.rank for place in places] == [0, 1, 2, 3]
     assert {place.size for place in places} == {4}
     assert {place.seed for place in places} == {f"{first}:{port['containerPort']}"}
-    assert {place.bind for place in places} == {f"0.0.0.0:{port['containerPort']}"}
+    bind = f"0.0.0.0:{port['containerPort']}"
+    assert [place.node_options() for place in places] == [
+        {"bind": bind, "peers": (places[0].seed,) if rank else (), "node_id": rank}
+        for rank in range(4)
+    ]
     assert policy["spec"]["ingress"][0]["ports"] == [
         {"protocol": "UDP", "port": port["containerPort"]}
     ]

@@ -121,6 +121,25 @@ def test_an_indexed_kubernetes_job_says_how_many_pods_it_has() -> None:
     assert place.names()[1] == "rank 1"
 
 
+def test_a_port_to_bind_leaves_rank_0_s_address_in_force(
+    environment: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bind = {"GRADWIRE_BIND": "0.0.0.0:29500"}
+    options = placement({**TORCHRUN, **bind}).node_options()
+    assert options == {"bind": "0.0.0.0:29500", "peers": ("host0:29500",), "node_id": 3}
+    first = {**TORCHRUN, **bind, "RANK": "0", "LOCAL_RANK": "0"}
+    assert placement(first).node_options()["peers"] == ()
+    assert not caplog.text
+    placement({**first, "MASTER_PORT": "29501"}).node_options()
+    assert (
+        "rank 0 binds 0.0.0.0:29500, and the other nodes look for it at host0:29501" in caplog.text
+    )
+    # Without an address of rank 0, the others come to whoever binds one.
+    environment.setenv("GRADWIRE_MIN_PEERS", "1")
+    environment.setenv("GRADWIRE_BIND", "127.0.0.1:0")
+    assert placement().node_options() == {"bind": "127.0.0.1:0", "peers": ()}
+
+
 def test_gradwire_s_own_variables_take_precedence() -> None:
     own = {
         "GRADWIRE_PEERS": "a:1, b:2",

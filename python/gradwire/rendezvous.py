@@ -107,10 +107,12 @@ class Placement:
         """
         expected = self.expected_peers(per_machine=per_machine)
         options: dict[str, Any] = {} if self.rank is None else {"node_id": self.rank}
-        if self.peers is not None or self.bind is not None or expected == 0:
+        if self.peers is not None or expected == 0:
             local = "127.0.0.1:0" if expected == 0 else "0.0.0.0:0"
             return {"bind": self.bind or local, "peers": self.peers or (), **options}
         if not self.seed:
+            if self.bind is not None:  # the others come to this node
+                return {"bind": self.bind, "peers": (), **options}
             raise ValueError(
                 f"{self.launcher or MIN_PEERS} says that there are {expected} other nodes, but not where: set {PEERS} "
                 'to the "host:port" of at least one, and on that one GRADWIRE_BIND to the port, or MASTER_ADDR and '
@@ -118,9 +120,16 @@ class Placement:
             )
         host, port = parse_address(self.seed)
         wildcard = "[::]" if ":" in host else "0.0.0.0"  # noqa: S104
-        if self.rank == 0:
-            return {"bind": f"{wildcard}:{port}", "peers": (), **options}
-        return {"bind": f"{wildcard}:0", "peers": (self.seed,), **options}
+        if self.rank != 0:
+            return {"bind": self.bind or f"{wildcard}:0", "peers": (self.seed,), **options}
+        if self.bind is not None and parse_address(self.bind)[1] != port:
+            _LOG.warning(
+                "rank 0 binds %s, and the other nodes look for it at %s: let both have one port, or give %s to all",
+                self.bind,
+                self.seed,
+                PEERS,
+            )
+        return {"bind": self.bind or f"{wildcard}:{port}", "peers": (), **options}
 
     def names(self, *, per_machine: bool = False) -> dict[int, str]:
         """Return the names of the run's nodes by their ids, for messages; empty where they cannot be known."""
