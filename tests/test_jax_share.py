@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -441,3 +443,85 @@ def test_decay_that_is_no_part_of_its_own_has_the_factor(make: Any) -> None:
         train_alone(shared),
         train_alone(tripled),
     )
+
+
+# ---- a node that joins late ------------------------------------------------------------------------------------------
+
+
+def shared_late(shared_state: bool, late: Any) -> tuple[dict[int, Any], Any]:
+    """Let a node train alone and another one join; return the first one's states by count, and the other's first."""
+    gradients = {"weights": jax.numpy.ones((50, 3), "bfloat16").astype("float32")}
+    begun, is_done = threading.Event(), threading.Event()
+    states: dict[int, Any] = {}
+
+    def train(node: gw.Node) -> None:
+        params = {"weights": jax.numpy.zeros((50, 3))}
+        optimizer = gradwire.jax.share(
+            optax.adamw(optax.linear_schedule(0.1, 0.0, 1_000)), node=node, min_peers=0
+        )
+        state = optimizer.init(params)
+        while not is_done.is_set():
+            updates, state = optimizer.update(gradients, state, params)
+            params = optax.apply_updates(params, updates)
+            states[int(state.inner[0].count)] = state
+            if len(states) == 20:
+                begun.set()
+            time.sleep(0.01)
+        optimizer.close()
+
+    def join() -> Any:
+        assert begun.wait(60.0)
+        params = {"weights": jax.numpy.full((50, 3), 7.0)}
+        try:
+            with (
+                gw.Node("127.0.0.1:0", [one.address], secret=bytes(range(32)), node_id=2) as node,
+                gradwire.jax.share(late, node=node, share_state=shared_state) as optimizer,
+            ):
+                state = optimizer.init(params)
+                params = optimizer.join()
+                return optimizer.update(gradients, state, params)[1]
+        finally:
+            is_done.set()
+
+    with (
+        gw.Node("127.0.0.1:0", secret=bytes(range(32)), node_id=1) as one,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        first, second = pool.submit(train, one), pool.submit(join)
+        late_state = second.result()
+        first.result()
+    return states, late_state
+
+
+def test_a_late_node_goes_on_with_optax_s_state_and_count() -> None:
+    optimizer = optax.adamw(optax.linear_schedule(0.1, 0.0, 1_000))
+    states, state = shared_late(True, optimizer)
+    count = int(state.inner[0].count)
+    assert count > 20
+    for own, other in zip(*map(jax.tree.leaves, (state, states[count])), strict=True):
+        assert own.dtype == other.dtype
+        np.testing.assert_array_equal(own, other)
+
+
+def test_a_late_node_begins_with_a_state_of_its_own_if_that_is_wanted() -> None:
+    _, state = shared_late(False, optax.adamw(optax.linear_schedule(0.1, 0.0, 1_000)))
+    assert int(state.inner[0].count) == 1
+
+
+def test_a_late_node_with_another_optimiser_is_refused_by_name() -> None:
+    with pytest.raises(gw.Mismatch, match="wrap the same one on all nodes"):
+        shared_late(True, optax.adam(0.1))
+
+
+def test_nodes_that_begin_together_keep_the_states_that_their_callers_have_restored() -> None:
+    def train(rank: int) -> Any:
+        params = jax.numpy.full(4, float(rank))
+        optimizer = gradwire.jax.share(optax.adam(0.1), node=nodes[rank], codec="dense")
+        state = optimizer.init(params)
+        state = jax.tree.map(lambda leaf: leaf + 5, state)
+        params = optimizer.join()
+        return optimizer.update(jax.numpy.ones(4), state, params)[1]
+
+    with two_nodes() as nodes, ThreadPoolExecutor(2) as pool:
+        for state in pool.map(train, range(2)):
+            assert int(state.inner[0].count) == 6

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import math
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
@@ -9,17 +11,21 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from .errors import Closed
+from .errors import Closed, Mismatch
 from .sharing import Training, check_shapes, check_state, training_for
+from .state import check_flag
 from .transport import Node
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from .arrays import Arrays
     from .exchange import ExchangeOptions, StepResult
     from .sharing import Density, ResidualClip, ShakeUp
 
 __all__ = ["ShareState", "share"]
+
+_LOG = logging.getLogger(__name__)
 
 # Fields of optax's states that hold a running mean of squares: Adam and its like, RMSprop, Adagrad, Adafactor.
 _SQUARES = {"nu", "sum_of_squares", "v_row", "e_g"}
@@ -51,6 +57,7 @@ def share(
     update_scale: float | Literal["auto"] = "auto",
     shakeup: ShakeUp | None = None,
     clip: ResidualClip | None = None,
+    share_state: bool = True,
     **options: Unpack[ExchangeOptions],
 ) -> Any:
     """Return an optax transformation that shares the updates of ``optimizer`` with the other nodes of this run.
@@ -74,6 +81,8 @@ def share(
             mean of squares, as Adam does, otherwise 1.0. Weight decay beside the gradient, as AdamW's, has no factor.
         shakeup: periodic messages with a smaller threshold, see `ShakeUp`; None: without.
         clip: periodic clipping of the residual, see `ResidualClip`; None: without.
+        share_state: a node that joins late takes over optax's state, too, in its first update: with Adam 8 of 12 bytes
+            per parameter, and a schedule's count.
         options: see `ExchangeOptions`, with the defaults of `gradwire.torch.share`.
 
     Raises:
@@ -89,6 +98,7 @@ def share(
         isinstance(update_scale, (int, float)) and 0.0 < update_scale < math.inf
     ):
         raise ValueError(f'update_scale is {update_scale!r}, must be positive, or "auto"')
+    check_flag("share_state", share_state)
     import optax
 
     class SharedTransformation(optax.GradientTransformationExtraArgs):  # type: ignore[misc,unused-ignore]
@@ -160,7 +170,7 @@ def share(
             **options,
         )
 
-    shared = _SharedUpdates(optimizer, begin, update_scale)
+    shared = _SharedUpdates(optimizer, begin, update_scale, share_state=share_state)
     return SharedTransformation(shared.init, shared.update)
 
 
@@ -170,7 +180,7 @@ class _SharedUpdates:
     Args:
         optimizer: the wrapped transformation.
         begin: begins a training of named arrays.
-        update_scale: see `share`.
+        update_scale, share_state: see `share`.
     """
 
     def __init__(
@@ -178,11 +188,14 @@ class _SharedUpdates:
         optimizer: Any,
         begin: Callable[..., Training],
         update_scale: float | Literal["auto"],
+        *,
+        share_state: bool,
     ) -> None:
         self._optimizer = optimizer
         self._update = _compiled(optimizer)
         self._begin = begin
         self._scale = update_scale
+        self._state = _SharedState(is_shared=share_state)
         self.result: StepResult | None = None
         # This node's parameters in host memory, which the exchange changes, and their tree.
         self._leaves: list[Any] = []
@@ -234,14 +247,18 @@ class _SharedUpdates:
         self._has_joined = False
         self._last_shared = None
         self.result = None
-        return ShareState(inner, self._decay and self._decay.init())
+        state = ShareState(inner, self._decay and self._decay.init())
+        self._state.begin(state)
+        return state
 
     def join(self) -> Any:
         """Take part from now on; return the parameters to begin with."""
         training = self._opened()
         if self._scale == "auto" and self._is_adaptive:
             training.exchange.agreement.start(self._momentum)
-        training.exchange.join(self._leaves, equalize=True)
+        joined = training.exchange.join(self._leaves, self._state, equalize=True)
+        if not joined.is_late:
+            self._state.take()  # nodes that begin together have what their callers have restored
         self._has_joined = True
         # A caller that goes on with other parameters than it is given here has not written them.
         self._expected.insert(0, _copies(self._leaves))
@@ -265,6 +282,7 @@ class _SharedUpdates:
         # Parameters that were restored from elsewhere, or changed in another way, are the caller's word.
         if not any(all(map(_is_close, before, expected)) for expected in self._expected):
             _fill(self._leaves, before)
+        state = self._state.take() or state
         moved, inner = self._update(updates, state.inner, params, **further)
         leaves = self._leaves_of("the update", moved)
         factors = self._scale, 1.0
@@ -279,13 +297,14 @@ class _SharedUpdates:
             scaled = [
                 leaf + (decay_factor - factor) * np.asarray(rate) * old for leaf, rate, old in parts
             ]
-        self.result = exchange.step(scaled, self._leaves)
+        self._state.values = following = ShareState(inner, decay)
+        self.result = exchange.step(scaled, self._leaves, self._state)
         # The caller adds the result to its parameters, which thereby become this node's.
         pairs = zip(self._leaves, before, strict=True)
         deltas = [jax.numpy.asarray(new - old) for new, old in pairs]
         added = zip(before, deltas, strict=True)
         self._expected = [[(old + np.asarray(delta)).astype(old.dtype) for old, delta in added]]
-        return jax.tree.unflatten(self._tree, deltas), ShareState(inner, decay)
+        return jax.tree.unflatten(self._tree, deltas), following
 
     @property
     def step_number(self) -> int:
@@ -329,7 +348,7 @@ class _SharedUpdates:
         """Send the rest of this node's updates, and end its part; return the parameters that all share then."""
         exchange = self._opened().exchange
         if self._has_joined:
-            self.result = exchange.leave(self._leaves)
+            self.result = exchange.leave(self._leaves, self._state)
         self.close()
         return self._given(self._leaves if self._last_shared is None else self._last_shared)
 
@@ -373,6 +392,100 @@ class _SharedUpdates:
             for array, sharding in zip(arrays, self._shardings, strict=True)
         ]
         return jax.tree.unflatten(self._tree, placed)
+
+
+class _SharedState:
+    """Optax's state as nodes that join late take it over: its arrays' bytes after a description of them.
+
+    Args:
+        is_shared: whether it is given and taken.
+
+    Attributes:
+        values: the state after the last update.
+    """
+
+    def __init__(self, *, is_shared: bool) -> None:
+        self._is_shared = is_shared
+        self.values: Any = None
+        self._taken: Any = None  # of another node, for the next update
+        self._has_warned = False
+
+    def begin(self, values: Any) -> None:
+        """Begin with the state of a new training."""
+        self.values = values
+        self._taken = None
+
+    def take(self) -> Any:
+        """Return another node's state, once; None: there is none."""
+        taken, self._taken = self._taken, None
+        return taken
+
+    def export(self) -> Arrays:
+        """Return the state; nothing, with a warning, where the caller has donated its arrays."""
+        if not self._is_shared:
+            return []
+        leaves = self._leaves()
+        if any(getattr(leaf, "is_deleted", bool)() for leaf in leaves):
+            if not self._has_warned:
+                _LOG.warning(
+                    "nodes that join late begin without optax's state: its arrays were donated"
+                )
+            self._has_warned = True
+            return []
+        arrays = [np.asarray(leaf) for leaf in leaves]
+        document = json.dumps([[str(array.dtype), list(array.shape)] for array in arrays])
+        data = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
+        return [np.frombuffer(document.encode(), np.uint8), *data]
+
+    def check(self, arrays: Arrays) -> None:
+        """Raise `Mismatch` unless the arrays are of a state like this node's."""
+        if not (arrays and self._is_shared):
+            return
+        leaves = self._leaves()
+        here = [[str(leaf.dtype), list(leaf.shape)] for leaf in leaves]
+        try:
+            there = json.loads(bytes(arrays[0]))
+        except ValueError as error:
+            raise Mismatch(f"the members' state cannot be read: {error}") from error
+        sizes = [array.nbytes for array in arrays[1:]]
+        if here != there or sizes != [leaf.nbytes for leaf in leaves]:
+            raise Mismatch(
+                f"this node's optimiser has a state of {here}, the members' has {there}: wrap the same one on all "
+                "nodes, or give share_state=False"
+            )
+
+    def load(self, arrays: Arrays) -> None:
+        """Keep another node's state for the next update."""
+        import jax
+
+        if not (arrays and self._is_shared):
+            return
+        loaded = iter(arrays[1:])
+        leaves, tree = jax.tree.flatten(self.values)
+        self._taken = jax.tree.unflatten(
+            tree, [_loaded(leaf, next(loaded)) if _is_plain(leaf) else leaf for leaf in leaves]
+        )
+
+    def _leaves(self) -> list[Any]:
+        import jax
+
+        return [leaf for leaf in jax.tree.leaves(self.values) if _is_plain(leaf)]
+
+
+def _is_plain(leaf: Any) -> bool:
+    """Return whether part of a state is an array of numbers: keys of random numbers stay a node's own."""
+    import jax
+
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and not jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def _loaded(leaf: Any, data: Any) -> Any:
+    """Return an array like one of a state from the bytes of another node's."""
+    import jax
+
+    array = jax.numpy.array(np.array(data).view(leaf.dtype).reshape(leaf.shape))
+    return jax.device_put(array, leaf.sharding) if getattr(leaf, "committed", False) else array
 
 
 class _Decay:

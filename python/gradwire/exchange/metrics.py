@@ -144,7 +144,7 @@ class Meter:
         # Local steps always help. What else helps depends on whether the time goes into passes over memory or into
         # waiting.
         if wait_s < ours_s / 2.0:
-            remedies.append("Encoder(threads=) shares the passes over the data")
+            remedies.append("threads= of an Encoder of your own shares the passes over the data")
         else:
             remedies.append("`gradwire top` shows whether one node holds up the others")
             overlap = max(1, round(options.every * _OVERLAP_SHARE))
