@@ -138,6 +138,8 @@ def test_the_density_is_the_one_that_share_chooses(
 def test_the_advice_is_a_call_of_share(capsys: pytest.CaptureFixture[str]) -> None:
     out = estimate(capsys, *SIZE, "--link", "1Mbit")
     assert "write gradwire.torch.share(model, optimizer, every=30)." in out
+    assert "Local steps raise the loss" in out
+    assert "Local steps raise" not in estimate(capsys, *SIZE, "--link", "10Gbit")
     small = ["--params", "25M", "--step", "0.2", "--nodes", "3", "--link", "10Mbit"]
     assert 'share(model, optimizer, topology="sharded", every=15)' in estimate(capsys, *small)
 

@@ -44,6 +44,10 @@ SPARK_START_S = (
 GAIN_MIN = 1.1  # times as fast: less is not worth a change
 LOCAL_GAIN_MIN = 1.25  # the same for local steps, which cost accuracy
 LOCAL_STEPS = (4, 15, 30)
+LOCAL_ADVICE = (
+    " Local steps raise the loss, the more so the more there are: try overlap=1 and fewer of them first, and compare "
+    "the losses (docs/howto/slow-links.md)."
+)
 MEASURE_S = 1.5
 PROCESSOR_SHARE_MAX = 0.25  # of the time, from which a measured rate is that of the processor
 PLOT_DECADES = (6.0, 11.0)  # of the link rate in bit/s
@@ -354,7 +358,7 @@ def ways(job: Job, *, is_spark: bool = False, has_default_density: bool = False)
 
 
 def advice(candidates: Sequence[Way]) -> str:
-    """Return one sentence about the result of `ways`: what to use, why, and the code to write."""
+    """Return what to use of the result of `ways`, why, and the code to write."""
     plain, half = candidates[:2]
     rival = half if half.cost.speedup_over(plain.cost) >= GAIN_MIN else plain
     best = min(candidates[2:4], key=lambda way: way.cost.step_s)
@@ -367,9 +371,10 @@ def advice(candidates: Sequence[Way]) -> str:
     gain = best.cost.speedup_over(rival.cost)
     times = f"the {rival.name} takes {_time(rival.cost.step_s)}, and {best.name} "
     times += f"{_time(best.cost.step_s)}, limited by {best.cost.limit}"
+    local = LOCAL_ADVICE if best in candidates[4:] else ""
     if gain < GAIN_MIN:
         return f"gradwire does not pay here: {times}; keep {rival.code}."
-    return f"gradwire pays, {gain:,.3g} times as fast: {times}; write {best.code}."
+    return f"gradwire pays, {gain:,.3g} times as fast: {times}; write {best.code}.{local}"
 
 
 def spark_advice(job: Job, candidates: Sequence[Way]) -> str:
