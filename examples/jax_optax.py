@@ -1,6 +1,6 @@
 """Train with JAX and optax on two workers; gradwire accepts JAX's arrays without a copy.
 
-    pip install "gradwire[jax,demo]"
+    pip install ".[jax,demo]"
     python examples/jax_optax.py
 
 This starts both workers on this machine. On two machines, start each with its rank and both addresses, and the same

@@ -1,6 +1,6 @@
 """Train with Ray Train: its workers share an optimiser, and one that dies is replaced while the others go on.
 
-    pip install "gradwire[torch,demo,ray]"
+    pip install ".[torch,demo,ray]"
     python examples/ray_train.py
 
 This starts a Ray of its own on this machine; on a cluster, submit the script as a job.

@@ -1,6 +1,6 @@
 """A co-processor for Spark: tasks compute gradients, one process applies the descent, another evaluates.
 
-    pip install "gradwire[spark,torch]"
+    pip install ".[spark,torch]"
     python examples/spark_coprocessor.py [MASTER]
 
 Requires Java. Some tasks of Spark cut windows out of long noisy series while the training runs. Others take the windows

@@ -1,6 +1,6 @@
 """Train one network in four Spark tasks, each on its part of the data; there is no master.
 
-    pip install "gradwire[spark,demo]"
+    pip install ".[spark,demo]"
     python examples/spark_digits.py [MASTER]
 
 Requires Java. Without a master such as spark://10.1.1.5:7077 Spark runs on this machine. Executors need gradwire; the

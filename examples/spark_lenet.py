@@ -1,6 +1,6 @@
 """LeNet on Spark, in the two ways that Deeplearning4j's users know; on enlarged digits.
 
-    pip install "gradwire[spark,torch,demo]"
+    pip install ".[spark,torch,demo]"
     python examples/spark_lenet.py [MASTER]
 
 Requires Java. Without a master such as spark://10.1.1.5:7077 Spark makes a cluster of two executors on this machine.

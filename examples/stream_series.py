@@ -1,6 +1,6 @@
 """Training data that Spark produces while training runs, and whose production ends when training ends.
 
-    pip install "gradwire[spark,torch]"
+    pip install ".[spark,torch]"
     python examples/stream_series.py
 
 Requires Java. Spark cuts sub-sequences out of long noisy series; a recurrent network learns to predict the next value.

@@ -1,9 +1,9 @@
 """Train with DistributedDataParallel and gradwire's communication hook, on two ranks under torchrun.
 
-    pip install "gradwire[torch,demo]"
+    pip install ".[torch,demo]"
     torchrun --nproc-per-node 2 examples/torch_ddp.py
 
-On two machines, give torchrun --nnodes 2 --rdzv-endpoint HOST:PORT as for any DDP training.
+On two machines, give torchrun --nnodes 2 --node-rank 0 (on the other one 1) --master-addr HOST --master-port 29500.
 """
 
 from __future__ import annotations

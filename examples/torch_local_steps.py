@@ -1,6 +1,6 @@
 """Train on four workers that take 20 local steps at a time and then share the changes over UDP.
 
-    pip install "gradwire[torch,demo]"
+    pip install ".[torch,demo]"
     python examples/torch_local_steps.py
 
 This starts all four on this machine. On several machines, start each with its rank and all addresses, and the same

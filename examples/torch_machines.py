@@ -1,6 +1,6 @@
 """Train with DistributedDataParallel within each machine and gradwire between the machines.
 
-    pip install "gradwire[torch,demo]"
+    pip install ".[torch,demo]"
     gradwire run -n 2 examples/torch_machines.py
 
 On several machines use torchrun on each, as for any DDP training, with the same secret in GRADWIRE_SECRET.

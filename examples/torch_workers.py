@@ -1,6 +1,6 @@
 """Train on four workers over UDP; one is killed midway, another joins late, and training continues.
 
-    pip install "gradwire[torch,demo]"
+    pip install ".[torch,demo]"
     python examples/torch_workers.py
 
 This starts all of them on this machine. On several machines, start each with its rank and all addresses, and the same

@@ -3,7 +3,7 @@
 Spark starts all tasks at the same time and gives each its part of the data. Updates travel directly between the tasks,
 not through the driver; there is no master.
 
-Requires ``pip install "gradwire[spark]"`` where the driver runs, and gradwire on every executor.
+Requires ``gradwire[spark]`` where the driver runs and on every executor; estimators need ``gradwire[spark,torch]``.
 """
 
 from __future__ import annotations
