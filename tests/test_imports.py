@@ -59,7 +59,7 @@ ALLOWED = {
     "cli": CODEC
     | {"calibration", "cli", "cost", "exchange", "shared_memory", "torch", "transport", INTERFACE},
     "sharing": CODEC | {"exchange", "rendezvous", "transport"},
-    "jax": {"errors", "exchange", "sharing", "transport"},
+    "jax": {"errors", "exchange", "sharing", "state", "transport"},
     "torch": CODEC | {"exchange", "rendezvous", "sharing", "torch", "transport", INTERFACE},
     "hf": {"exchange", "sharing", "torch"},
     "lightning": {"exchange", "rendezvous", "sharing", "torch"},

@@ -19,7 +19,6 @@ from .transport import Node
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .arrays import Arrays
     from .exchange import ExchangeOptions, StepResult
     from .sharing import Density, ResidualClip, ShakeUp
 
@@ -420,7 +419,7 @@ class _SharedState:
         taken, self._taken = self._taken, None
         return taken
 
-    def export(self) -> Arrays:
+    def export(self) -> list[Any]:
         """Return the state; nothing, with a warning, where the caller has donated its arrays."""
         if not self._is_shared:
             return []
@@ -437,7 +436,7 @@ class _SharedState:
         data = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
         return [np.frombuffer(document.encode(), np.uint8), *data]
 
-    def check(self, arrays: Arrays) -> None:
+    def check(self, arrays: list[Any]) -> None:
         """Raise `Mismatch` unless the arrays are of a state like this node's."""
         if not (arrays and self._is_shared):
             return
@@ -454,7 +453,7 @@ class _SharedState:
                 "nodes, or give share_state=False"
             )
 
-    def load(self, arrays: Arrays) -> None:
+    def load(self, arrays: list[Any]) -> None:
         """Keep another node's state for the next update."""
         import jax
 
