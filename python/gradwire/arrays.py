@@ -341,10 +341,14 @@ def add_finite(
 
 
 def _shaped(target: Sequence[Any], source: Sequence[Any]) -> list[Any]:
-    """Return every array of ``source`` in the shape of its counterpart."""
+    """Return every array of ``source``, which may also be divided in another way, in the shape of its counterpart."""
     target_sizes = [math.prod(array.shape) for array in target]
     source_sizes = [math.prod(array.shape) for array in source]
-    if target_sizes != source_sizes:
+    is_on_host = all(isinstance(array, np.ndarray) for array in source)
+    if target_sizes != source_sizes and sum(target_sizes) == sum(source_sizes) and is_on_host:
+        whole = np.concatenate([array.reshape(-1) for array in source])
+        source = np.split(whole, np.cumsum(target_sizes[:-1]))
+    elif target_sizes != source_sizes:
         raise ValueError(
             f"an update of arrays with {source_sizes} elements for parameters of {target_sizes}"
         )
@@ -421,6 +425,6 @@ def _view(array: Any) -> NDArray[Any]:
         return np.asarray(array.numpy() if hasattr(array, "numpy") else memoryview(array))
     except (TypeError, BufferError):  # the second is JAX's for bfloat16
         raise TypeError(
-            f"{type(array).__name__} is not an array that NumPy can view in place; "
-            "pass arrays in host memory, or torch's tensors"
+            f"{type(array).__name__} of {getattr(array, 'dtype', 'no dtype')} is not an array that NumPy can view in "
+            "place; pass arrays in host memory, or torch's tensors, of a dtype that NumPy has"
         ) from None

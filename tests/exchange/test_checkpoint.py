@@ -266,6 +266,47 @@ def test_a_state_that_lacks_something_is_refused() -> None:
         gw.Exchange(gw.Encoder(2, 1.0), made.node(1)).load_state_dict(state)
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"outer_velocity": [np.full(6, np.nan, np.float32)]},
+        {"outer_velocity": [np.zeros(3, np.float32)]},
+        {"shared": [np.full(6, np.inf, np.float32)]},
+        {"shared": [None]},
+        {"shared": None},
+        {"step": -1},
+        {"step": "3"},
+        {"step": None},
+        {"local_steps": 1.5},
+        {"agreement": []},
+        {"agreement": "x"},
+        {"last_updates": None},
+        {"last_updates": ["x"]},
+        {"owner": {}},
+        {"owner": {"parts": 2, "place": 2, "groups": [0], "encoders": [{}]}},
+        {"encoders": None},
+        {"encoders": [None]},
+        {"tensors": 3},
+        {"training": 5},
+    ],
+    ids=str,
+)
+def test_damaged_values_are_refused_before_anything_is_loaded(damage: dict[str, Any]) -> None:
+    with gw.Node("127.0.0.1:0", secret=bytes(range(32))) as node:
+
+        def exchange() -> gw.Exchange:
+            encoder = gw.Encoder(6, threshold=0.5)
+            return gw.Exchange(encoder, node, min_peers=0, outer_momentum=0.5)
+
+        saved = exchange()
+        saved.step(np.ones(6, np.float32), np.zeros(6, np.float32))
+        resumed = exchange()
+        before = pickle.dumps(resumed.state_dict())
+        with pytest.raises(ValueError, match=r"\w"):
+            resumed.load_state_dict({**saved.state_dict(), **damage})
+        assert pickle.dumps(resumed.state_dict()) == before
+
+
 def test_what_has_connections_or_shared_memory_refuses_to_be_copied() -> None:
     with gw.Node("127.0.0.1:0", secret=bytes(range(32))) as node:
         share = gw.Exchange(gw.Encoder(2, 1.0), node, min_peers=0)

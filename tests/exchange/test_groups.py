@@ -254,6 +254,27 @@ def test_a_budget_too_small_for_so_many_groups_is_refused_with_the_numbers() -> 
         gw.Groups.of(model(*[(100, 100)] * 20), gw.TargetBytes(500))
 
 
+def test_groups_with_policies_of_their_own_count_in_a_budget() -> None:
+    params = model((300, 200), (50, 60))
+    update = [np.random.default_rng(0).standard_normal(each.shape, np.float32) for each in params]
+    for own in ({0: gw.TargetBytes(3_000)}, {1: gw.TargetDensity(0.5)}):
+        groups = gw.Groups.of(params, gw.TargetBytes(5_000), thresholds=own)
+        sizes = [message.nbytes for message in groups.encode(update, "threshold")]
+        assert 2_000 < sum(sizes) <= 5_000
+    with pytest.raises(ValueError, match=r"TargetBytes\(5000\) leaves -8248 bytes"):
+        gw.Groups.of(params, gw.TargetBytes(5_000), thresholds={0: gw.TargetDensity(0.5)})
+
+
+def test_wrong_arguments_of_groups_are_named() -> None:
+    params = model((300, 200))
+    [group] = gw.Groups.of(params[0]).groups  # type: ignore[arg-type]
+    assert group.encoder.numel == 60_000
+    with pytest.raises(TypeError, match="is_adaptive must be True or False, got 'no'"):
+        gw.Groups.of(params, is_adaptive="no")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="thresholds must be a dict of policies"):
+        gw.Groups.of(params, thresholds=[1])  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("topology", ["mesh", "sharded"])
 @pytest.mark.parametrize("grouped", [False, True], ids=["one encoder", "groups"])
 def test_a_node_sends_no_more_in_a_step_than_its_budget(topology: Any, grouped: bool) -> None:

@@ -8,7 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from ..agreement import checked_state
 from ..arrays import Arrays, add, copies, on_host, views, zeros_like
+from ..codec import Encoder
+from ..partition import Partition
 from ..policy import whole
 from ..state import EncoderState, check_format
 from .groups import Groups, split_by_tensor
@@ -88,37 +91,14 @@ def load_state(state: dict[str, Any], replica: Replica) -> None:
     Raises:
         ValueError: the state is of another format, model or kind of exchange.
     """
-    check_format(state, _FORMAT, _WHAT)
-    missing = _KEYS - state.keys()
-    if missing:
-        raise ValueError(f"{_WHAT} lacks {', '.join(sorted(missing))}")
-    encoders = replica.groups.encoders
+    _check_keys(state)
+    # Everything is checked before anything is loaded.
+    try:
+        states = _checked(state, replica)
+    except (AttributeError, LookupError, TypeError) as error:
+        raise ValueError(f"{_WHAT} cannot be read: {error!r}") from error
     total = replica.total
-    if bool(state["apply_residual"]) != replica.applies_residual:
-        raise ValueError(
-            f"the state is of an exchange with apply_residual={state['apply_residual']}, this one has "
-            f"{replica.applies_residual}: its parameters {'' if state['apply_residual'] else 'do not '}hold the "
-            "residual; give the option that it had"
-        )
-    states = state["encoders"]
-    if _lists(state["tensors"]) != _lists(replica.groups.tensors):
-        if state["owner"] is not None or not state["shared"]:
-            raise ValueError(
-                f"the state has encoders of {[saved['numel'] for saved in states]} elements, this exchange of "
-                f"{[encoder.numel for encoder in encoders]}, and they cannot be divided anew: share with the same "
-                "densities by pattern, the same parameter groups of the optimiser, and the same parameters frozen"
-            )
-        states = _regrouped(states, state["tensors"], replica.groups, state["shared"])
-    if state["outer_velocity"] and not isinstance(total, MomentumSum):
-        raise ValueError(
-            "the state has a velocity of the shared parameters, this exchange no outer_momentum"
-        )
-    if len(states) != len(encoders):
-        raise ValueError(f"{_WHAT} has {len(states)} encoders, this exchange {len(encoders)}")
-    # All of them are checked before the first is loaded.
-    for encoder, saved in zip(encoders, states, strict=True):
-        EncoderState.of(saved, encoder.numel, encoder.dtype)
-    for encoder, saved in zip(encoders, states, strict=True):
+    for encoder, saved in zip(replica.groups.encoders, states, strict=True):
         encoder.load_state_dict(saved)
     if isinstance(total, MomentumSum):
         total.load_velocity(state["outer_velocity"])
@@ -128,6 +108,71 @@ def load_state(state: dict[str, Any], replica: Replica) -> None:
     # Who owns which part is known only when the training begins, perhaps with other nodes: until then the owner's state
     # is kept as it is.
     replica.load(state["step"], state["owner"])
+
+
+def _check_keys(state: dict[str, Any]) -> None:
+    check_format(state, _FORMAT, _WHAT)
+    missing = _KEYS - state.keys()
+    if missing:
+        raise ValueError(f"{_WHAT} lacks {', '.join(sorted(missing))}")
+
+
+def _checked(state: dict[str, Any], replica: Replica) -> Sequence[dict[str, Any]]:
+    """Return the states of the encoders; raise any error unless this exchange can go on with the state."""
+    encoders = replica.groups.encoders
+    if bool(state["apply_residual"]) != replica.applies_residual:
+        raise ValueError(
+            f"the state is of an exchange with apply_residual={state['apply_residual']}, this one has "
+            f"{replica.applies_residual}: its parameters {'' if state['apply_residual'] else 'do not '}hold the "
+            "residual; give the option that it had"
+        )
+    states: Sequence[dict[str, Any]] = state["encoders"]
+    if _lists(state["tensors"]) != _lists(replica.groups.tensors):
+        if state["owner"] is not None or not state["shared"]:
+            raise ValueError(
+                f"the state has encoders of {[saved['numel'] for saved in states]} elements, this exchange of "
+                f"{[encoder.numel for encoder in encoders]}, and they cannot be divided anew: share with the same "
+                "densities by pattern, the same parameter groups of the optimiser, and the same parameters frozen"
+            )
+        states = _regrouped(states, state["tensors"], replica.groups, state["shared"])
+    if state["outer_velocity"] and not isinstance(replica.total, MomentumSum):
+        raise ValueError(
+            "the state has a velocity of the shared parameters, this exchange no outer_momentum"
+        )
+    if len(states) != len(encoders):
+        raise ValueError(f"{_WHAT} has {len(states)} encoders, this exchange {len(encoders)}")
+    for encoder, saved in zip(encoders, states, strict=True):
+        EncoderState.of(saved, encoder.numel, encoder.dtype)
+    whole("step", state["step"], least=0)
+    whole("local_steps", state["local_steps"], least=0)
+    for name in ("shared", "outer_velocity"):
+        arrays = [np.asarray(array) for array in state[name]]
+        if arrays and sum(array.size for array in arrays) != replica.groups.numel:
+            shapes = [array.shape for array in arrays]
+            raise ValueError(f"{name} has arrays of {shapes}, for {replica.groups.numel} elements")
+        if not all(np.isfinite(array).all() for array in arrays):
+            raise ValueError(f"{name} is not finite")
+    try:
+        checked_state(state["agreement"])
+    except ValueError as error:
+        raise ValueError(f"agreement {state['agreement']!r}: {error}") from error
+    for sample in state["last_updates"]:
+        np.asarray(sample, np.float32)
+    if not isinstance(state["training"], str):
+        raise TypeError(f"training is {state['training']!r}")
+    if state["owner"] is not None:
+        _check_owner(state["owner"], encoders)
+    return states
+
+
+def _check_owner(state: Mapping[str, Any], encoders: Sequence[Encoder]) -> None:
+    """Raise any error unless this is the state of an owner in an exchange with these encoders."""
+    parts = whole("parts", state["parts"], least=1)
+    place = whole("place", state["place"], least=0)
+    for number, saved in zip(state["groups"], state["encoders"], strict=True):
+        encoder = encoders[number]
+        part = Partition(encoder.numel, parts, first=number % parts)[place]
+        EncoderState.of(saved, part.numel, encoder.dtype)
 
 
 def redistribute(
@@ -177,7 +222,7 @@ def redistribute(
                 raise ValueError(
                     f'a state of gradwire.share has that of its exchange in it: give state["{name}"] of every state'
                 )
-        check_format(state, _FORMAT, _WHAT)
+        _check_keys(state)
         if state["local_steps"]:
             raise ValueError(
                 f"a state was taken {state['local_steps']} local steps after an exchange: "

@@ -30,6 +30,7 @@ from ..policy import (
     nodes_budget,
     policy_for_tensor,
 )
+from ..state import check_flag
 
 __all__ = ["Codec", "Group", "Groups", "host_message", "physical_bytes"]
 
@@ -118,9 +119,10 @@ class Groups:
         group whose updates are sent as dense messages. Where ``threshold`` aims at a density, the largest tensor gets
         that density, and one that is k times as small sqrt(k) times as much, up to 0.08.
 
-        A budget (``TargetBytes``) is one for all groups: the dense messages count, and what they leave is divided by
-        the roots of the tensors' sizes. Where they would take more than a quarter of it, the small tensors are sent by
-        a threshold, too.
+        A budget (``TargetBytes``) is one for all groups: the dense messages count, and so do the groups that
+        ``thresholds`` names, with their own budget or the largest messages that they can have. What these leave is
+        divided by the roots of the tensors' sizes. Where dense messages would take more than a quarter of the budget,
+        the small tensors are sent by a threshold, too.
 
         Args:
             params: the tensors, or anything else with a ``shape``.
@@ -136,8 +138,10 @@ class Groups:
         Raises:
             ValueError: ``thresholds`` names no group, or a budget is too small for so many.
         """
-        arrays = list(params) if isinstance(params, Iterable) else [params]
+        is_array = hasattr(params, "shape") or not isinstance(params, Iterable)
+        arrays: list[Any] = [params] if is_array else list(params)
         check_arrays(arrays)
+        is_adaptive = check_flag("is_adaptive", is_adaptive)
         dense_below = as_number("dense_below", dense_below)
         shapes = [tuple(array.shape) for array in arrays]
         sizes = [math.prod(shape) for shape in shapes]
@@ -152,6 +156,8 @@ class Groups:
         coded = [index for index in range(len(shapes)) if index not in set(dense)]
         largest = max((sizes[index] for index in coded), default=0)
         policies = thresholds or {}
+        if not isinstance(policies, Mapping):
+            raise TypeError(f"thresholds must be a dict of policies, got {reprlib.repr(policies)}")
         if not set(policies) <= set(range(len(coded))):
             raise ValueError(
                 f"thresholds are for groups {sorted(policies)}, there are {len(coded)}"
@@ -167,6 +173,12 @@ class Groups:
             dense_bytes = max_message_bytes(dense_numel, True, dtype) if dense else 0
             is_dense = dense_bytes <= threshold.max_bytes_per_step // 4
             left = threshold.max_bytes_per_step - (dense_bytes if is_dense else 0)
+            for key, policy in policies.items():
+                left -= (
+                    policy.max_bytes_per_step
+                    if isinstance(policy, TargetBytes)
+                    else max_message_bytes(sizes[coded[key]])
+                )
             if not is_dense:
                 sizes_of_budget.append(dense_numel)
             budgets = iter(divide_budget(threshold, left, sizes_of_budget))
