@@ -31,6 +31,7 @@ from gradwire.policy import (
     default_policy,
     follow,
     learned_threshold,
+    most_changed,
     nodes_budget,
     owners_density,
     owners_policy,
@@ -552,3 +553,16 @@ def test_numbers_of_numpy_make_the_policies_of_plain_numbers() -> None:
         (ResidualClip(np.float32(3.0), four), ResidualClip(3.0, 4)),
     ):
         assert repr(policy) == repr(plain)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "least"), [((10_000, 10_000), 202), ((6_688, 6_656, 6_656), 251)]
+)
+def test_a_budget_too_small_for_owners_is_refused_with_the_numbers(
+    sizes: tuple[int, ...], least: int
+) -> None:
+    budget = nodes_budget(gw.TargetBytes(least), sizes)
+    assert budget is not None
+    assert most_changed(budget.max_bytes_per_step, sum(sizes), len(sizes)) >= 1
+    with pytest.raises(ValueError, match=rf"of {len(sizes)} owners: .* give about {least} or more"):
+        nodes_budget(gw.TargetBytes(least - 1), sizes)

@@ -604,9 +604,9 @@ def divide_budget(budget: TargetBytes, left: int, sizes: Sequence[int]) -> list[
     ]
 
 
-def _least_bytes(numel: int) -> int:
+def _least_bytes(numel: int, parts: int = 1) -> int:
     """Return the least budget of the messages of ``numel`` elements."""
-    return min(_ceiling_bytes(numel, 1), _bytes_of(numel, 1, 1))
+    return min(_ceiling_bytes(numel, parts), _bytes_of(numel, parts, 1))
 
 
 def _ceiling_bytes(numel: int, parts: int) -> int:
@@ -715,12 +715,26 @@ def nodes_budget(policy: ThresholdPolicy | TargetBytes, sizes: Sequence[int]) ->
     Args:
         policy: of the nodes.
         sizes: elements of each owner.
+
+    Raises:
+        ValueError: one of the two is too little for a single changed element, on this node or on another.
     """
     if not isinstance(policy, TargetBytes):
         return None
+    budget = policy.max_bytes_per_step
     largest = max(sizes) / max(sum(sizes), 1)
     share = max(1.0 / (1.0 + _OWNERS_TIMES_MAX * largest), 0.5)
-    return replace(policy, max_bytes_per_step=max(int(share * policy.max_bytes_per_step), 1))
+    of_parts = max(int(share * budget), 1)
+    owners = sum(size > 0 for size in sizes)
+    needs = _least_bytes(sum(sizes), owners), _least_bytes(max(sizes))
+    if owners and (of_parts < needs[0] or budget - of_parts < needs[1]):
+        least = math.ceil(max(needs[0] / share, needs[1] / (1.0 - share)))
+        raise ValueError(
+            f"TargetBytes({budget}) is too little for {sum(sizes)} elements in the sharded exchange of {owners} "
+            f"owners: messages of one changed element take {needs[0]} bytes, and an owner's result {needs[1]}; give "
+            f"about {least} or more"
+        )
+    return replace(policy, max_bytes_per_step=of_parts)
 
 
 def owners_policy(
