@@ -525,3 +525,10 @@ def test_nodes_that_begin_together_keep_the_states_that_their_callers_have_resto
     with two_nodes() as nodes, ThreadPoolExecutor(2) as pool:
         for state in pool.map(train, range(2)):
             assert int(state.inner[0].count) == 6
+
+
+def test_a_factor_is_a_positive_number() -> None:
+    gradwire.jax.share(optax.sgd(0.1), update_scale=np.float32(2.0))  # type: ignore[arg-type]
+    for wrong in (True, 0.0, "2"):
+        with pytest.raises(ValueError, match="update_scale is"):
+            gradwire.jax.share(optax.sgd(0.1), update_scale=wrong)  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ import logging
 import math
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -93,9 +94,8 @@ def share(
         raise TypeError(
             f"optimizer must be a GradientTransformation, got {reprlib.repr(optimizer)}"
         )
-    if update_scale != "auto" and not (
-        isinstance(update_scale, (int, float)) and 0.0 < update_scale < math.inf
-    ):
+    is_number = isinstance(update_scale, Real) and not isinstance(update_scale, bool)
+    if update_scale != "auto" and not (is_number and 0.0 < update_scale < math.inf):
         raise ValueError(f'update_scale is {update_scale!r}, must be positive, or "auto"')
     check_flag("share_state", share_state)
     import optax
