@@ -528,7 +528,7 @@ def test_nodes_that_begin_together_keep_the_states_that_their_callers_have_resto
 
 
 def test_a_factor_is_a_positive_number() -> None:
-    gradwire.jax.share(optax.sgd(0.1), update_scale=np.float32(2.0))  # type: ignore[arg-type]
+    gradwire.jax.share(optax.sgd(0.1), update_scale=np.float32(2.0))
     for wrong in (True, 0.0, "2"):
         with pytest.raises(ValueError, match="update_scale is"):
-            gradwire.jax.share(optax.sgd(0.1), update_scale=wrong)  # type: ignore[arg-type]
+            gradwire.jax.share(optax.sgd(0.1), update_scale=wrong)
