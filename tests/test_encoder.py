@@ -912,7 +912,7 @@ def test_arrays_that_are_not_alike_leave_the_residual_alone(policy: Any) -> None
             encoder.encode(now, before=before)
     with pytest.raises(TypeError, match="float16"):
         encoder.encode(four.astype(np.float16), before=four)
-    with pytest.raises(TypeError, match="now"):
+    with pytest.raises(TypeError, match="update is a NoneType"):
         encoder.encode(before=four)
     assert not encoder.residual.any()
 

@@ -15,11 +15,13 @@ from numpy.typing import NDArray
 
 from . import _core
 from .arrays import cuda_problem
+from .errors import NonFiniteUpdate
 from .message import Message, apply
 from .partition import Partition
 from .policy import (
     FIRST_TREND,
     FixedThreshold,
+    PolicyState,
     ResidualClip,
     SampledQuantiles,
     ShakeUp,
@@ -55,7 +57,8 @@ class EncoderStats:
         messages: encoded messages.
         message_bytes: bytes of these messages.
         sent_count: changed elements in these messages; all elements of a dense message.
-        nonfinite_count: elements left out because of NaN, infinity or an overflowing sum.
+        nonfinite_count: elements left out of these messages because of NaN, infinity or an overflowing sum, with
+            ``on_nonfinite="skip"``. Where such an update raises, the `NonFiniteUpdate` has their number.
         clipped_count: elements that clipping changed.
         clipped_sum: signed sum of the amounts that clipping removed.
     """
@@ -83,12 +86,25 @@ class ThresholdRule:
     max_bytes: int | None = None
 
     @staticmethod
-    def of(policy: ThresholdPolicy | TargetBytes, numel: int) -> ThresholdRule:
-        """Return the rule of a policy for ``numel`` elements."""
-        if not isinstance(policy, TargetBytes):
-            return ThresholdRule(policy, rounding_point_of(policy))
-        density = policy.density_of(numel)
-        return ThresholdRule(density, rounding_point_of(density), policy.max_bytes_per_step)
+    def of(
+        policy: ThresholdPolicy | TargetBytes, numel: int, shakeup: ShakeUp | None = None
+    ) -> ThresholdRule:
+        """Return the rule of a policy for ``numel`` elements.
+
+        Raises:
+            ValueError: the budget is too small, or a shake-up's threshold could be below bfloat16's.
+        """
+        if isinstance(policy, TargetBytes):
+            density = policy.density_of(numel)
+            rule = ThresholdRule(density, rounding_point_of(density), policy.max_bytes_per_step)
+        else:
+            rule = ThresholdRule(policy, rounding_point_of(policy))
+        followed = rule.policy
+        name = "value" if isinstance(followed, FixedThreshold) else "minimum"
+        least = getattr(followed, name, 0.0)
+        if shakeup is not None and least:
+            shakeup_threshold(least, shakeup)
+        return rule
 
     def most_changed(self, numel: int) -> int:
         """Return the most changed elements of a message without a budget; a shake-up may have more."""
@@ -100,8 +116,9 @@ class ThresholdRule:
         """Return the most bytes of a step, and the most changed elements of a step that needs more; 0: no limit.
 
         Raises:
-            ValueError: ``max_bytes`` with ``dense``, or for less than one element.
+            ValueError: another ``dense``, or ``max_bytes`` with ``dense`` or for less than one element.
         """
+        dense_dtype(dense)
         if dense and max_bytes is not None:
             raise ValueError("max_bytes is for messages of a threshold, not for dense ones")
         max_bytes = None if max_bytes is None else whole("max_bytes", max_bytes, least=1)
@@ -131,10 +148,16 @@ class ThresholdMemory:
         self.rounded = round_threshold(threshold)
         self.threshold = threshold
 
-    def begin(self, rule: ThresholdRule, step: int) -> None:
-        """Follow another rule from this step on, with the threshold in use."""
-        # The threshold in use is better than one learned from a single update.
-        self.policy_state = begin(rule.policy)[1]._replace(trend=FIRST_TREND)
+    def begin(self, rule: ThresholdRule, step: int, threshold: float | None) -> None:
+        """Follow another rule from this step on, with this threshold or that of `continued`.
+
+        Raises:
+            ValueError: not a threshold; nothing has changed.
+        """
+        is_learned = self.policy_state.trend >= 0.0
+        first, policy_state = continued(rule, threshold, self.threshold if is_learned else None)
+        self.set_threshold(first)
+        self.policy_state = policy_state
         self.changed_at = step
 
     def restore(self, state: EncoderState) -> None:
@@ -175,6 +198,24 @@ class ThresholdMemory:
             self.set_threshold(after)
             if not isinstance(rule.policy, TargetDensity):
                 self.changed_at = step + 1
+
+
+def continued(
+    rule: ThresholdRule, given: float | None, learned: float | None
+) -> tuple[float, PolicyState]:
+    """Return threshold and memory of a rule that follows another.
+
+    Args:
+        rule: the new one.
+        given: the threshold that the caller wants, or None.
+        learned: the threshold in use, or None if it is still to be learned from the first update.
+    """
+    first, policy_state = begin(rule.policy)
+    if given is None and not isinstance(rule.policy, FixedThreshold):
+        given = learned  # better than one learned from a single update
+    if given is None:
+        return first, policy_state
+    return given, policy_state._replace(trend=FIRST_TREND)
 
 
 class Encoder:
@@ -278,7 +319,7 @@ class Encoder:
         self.shakeup = shakeup
         self.clip = clip
         self.on_nonfinite = on_nonfinite
-        self._rule = ThresholdRule.of(threshold, numel)
+        self._rule = ThresholdRule.of(threshold, numel, shakeup)
         self._allocate()
 
     def _allocate(self) -> None:
@@ -403,7 +444,7 @@ class Encoder:
 
         Raises:
             NonFiniteUpdate: see ``on_nonfinite``; ``step`` does not advance and nothing was sent. With ``before`` the
-                residual is the finite part of the difference.
+                residual, if there is one, is the finite part of the difference.
             TypeError: the residual cannot represent the dtype of the update exactly.
             ValueError: wrong size, device or layout, memory shared with the residual, another ``dense``, a partition of
                 another number of elements, or ``max_bytes`` with ``dense`` or for less than one element.
@@ -414,9 +455,17 @@ class Encoder:
         partition = None if parts is None else self._partition(parts)
         budget, most = self._rule.budget(max_bytes, dense, self.numel, partition)
         skip = self.on_nonfinite == "skip"
+        messages: list[Message]
         if dense:
-            messages, skipped = self._core.encode_dense(
-                update, before, dense_dtype(dense), self.key, number, skip, partition
+            messages, skipped = self._call(
+                self._core.encode_dense,
+                update,
+                before,
+                dense_dtype(dense),
+                self.key,
+                number,
+                skip,
+                partition,
             )
             self._finish(messages, skipped)
             return messages[0] if partition is None else messages
@@ -427,13 +476,14 @@ class Encoder:
             # More bytes than one are too many for more elements than these.
             budget, most = 1, rule.most_changed(self.numel)
         # Sampled before the core adds the update to the residual, because the quantiles need the two apart.
-        sample = partial(self._core.sample, update, before)
+        sample = partial(self._call, self._core.sample, update, before)
         quantiles = memory.sample(rule, sample, step, is_shakeup=is_shakeup)
         rounded = memory.rounded
-        messages, skipped, reached = self._core.encode(
+        messages, skipped, reached = self._call(
+            self._core.encode,
             update,
             before,
-            round_threshold(memory.threshold / shakeup.divisor) if shakeup else rounded,
+            shakeup_threshold(memory.threshold, shakeup) if shakeup else rounded,
             rule.rounding_point,
             _FLAG_SHAKEUP if shakeup else 0,
             self.key,
@@ -468,17 +518,21 @@ class Encoder:
     ) -> None:
         """Change the policy from the next step on, and the threshold if one is given.
 
+        Otherwise the threshold in use stays, but a ``FixedThreshold`` has its own. As long as none has been learned,
+        the threshold is the first one of the policy, which may learn it from the next update.
+
         Raises:
-            ValueError: ``threshold`` is not a threshold.
-            TypeError: ``policy`` is not a threshold policy.
+            ValueError: ``threshold`` is not a threshold, or the policy is none for this encoder; nothing has changed.
+            TypeError: ``policy`` is not a threshold policy, or ``threshold`` no number; nothing has changed.
         """
         if not isinstance(policy, TargetBytes):
             _check_kind("policy", policy, "next_threshold", "a threshold policy")
+        rule = ThresholdRule.of(policy, self.numel, self.shakeup)
         if threshold is not None:
-            self._memory.set_threshold(as_number("threshold", threshold))
+            threshold = checked_threshold(threshold, self.shakeup)
+        self._memory.begin(rule, self._step, threshold)
+        self._rule = rule
         self.policy = policy
-        self._rule = ThresholdRule.of(policy, self.numel)
-        self._memory.begin(self._rule, self._step)
 
     @overload
     def flush(self, dtype: Literal["bfloat16"] | None = None, *, parts: None = None) -> Message: ...
@@ -495,8 +549,12 @@ class Encoder:
 
         Raises:
             NonFiniteUpdate: as for ``encode``.
-            ValueError: ``dtype`` is not "bfloat16".
+            ValueError: ``dtype`` is neither None nor "bfloat16".
         """
+        if dtype is not None and (not isinstance(dtype, str) or dtype != "bfloat16"):
+            raise ValueError(
+                f'dtype must be None (that of the residual) or "bfloat16", got {dtype!r}'
+            )
         dense: bool | Literal["bfloat16"] = True if dtype is None else dtype
         return self.encode(dense=dense) if parts is None else self.encode(dense=dense, parts=parts)
 
@@ -551,6 +609,33 @@ class Encoder:
             )
         return partition
 
+    def _call(self, method: Callable[..., Any], update: Any, before: Any, *arguments: Any) -> Any:
+        """Call the core; its errors name the arguments of `encode`, and say what became of the update."""
+        try:
+            return method(update, before, *arguments)
+        except NonFiniteUpdate as error:
+            if self.keeps_residual:
+                raise
+            # Such an encoder cannot skip elements, and may have no residual to put the others into.
+            of, kept = ("update - before", "update and before are as they were")
+            if self._residual is not None:
+                of, kept = ("the residual", "the finite part is in the residual")
+            raise NonFiniteUpdate(
+                f"{error.count} elements of {of} are not finite, the first at index {error.first_index}; "
+                f"nothing was sent and {kept}: mend the update",
+                error.count,
+                error.first_index,
+            ) from None
+        except (TypeError, ValueError) as error:
+            if before is None:
+                raise
+            # The core takes a difference's arrays for targets of ``apply``, and calls the update "now".
+            text = re.sub(r"\bnow\b", "update", str(error)).replace(
+                "apply to float32", "give float32"
+            )
+            text = text.replace("so nothing can be added to it", "give a writable array")
+            raise type(error)(text) from None
+
     def _finish(self, messages: list[Message], skipped: int) -> None:
         self._step += 1
         totals = self._totals
@@ -573,6 +658,35 @@ def _signature_of(encoder: type[Encoder]) -> inspect.Signature:
 
 
 Encoder.__signature__ = _signature_of(Encoder)
+
+
+def shakeup_threshold(threshold: float, shakeup: ShakeUp) -> float:
+    """Return the threshold of a shake-up, rounded.
+
+    Raises:
+        ValueError: it rounds to zero.
+    """
+    try:
+        return round_threshold(threshold / shakeup.divisor)
+    except ValueError:
+        raise ValueError(
+            f"a shake-up's threshold, {threshold!r} / {shakeup.divisor!r}, rounds to zero in bfloat16; "
+            "use a smaller divisor, or a larger threshold or minimum: the quotient must be 1e-40 or more"
+        ) from None
+
+
+def checked_threshold(threshold: Any, shakeup: ShakeUp | None) -> float:
+    """Return a number that is a threshold, also divided by the divisor of shake-ups.
+
+    Raises:
+        ValueError: it is none.
+        TypeError: it is no number.
+    """
+    number = as_number("threshold", threshold)
+    round_threshold(number)
+    if shakeup is not None:
+        shakeup_threshold(number, shakeup)
+    return number
 
 
 def dense_dtype(dense: bool | str) -> str:

@@ -11,10 +11,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .arrays import cuda_core, stream_of
-from .codec import Encoder, EncoderStats, ThresholdRule, dense_dtype
+from .codec import (
+    Encoder,
+    EncoderStats,
+    ThresholdRule,
+    checked_threshold,
+    continued,
+    dense_dtype,
+    shakeup_threshold,
+)
 from .partition import Partition
 from .policy import (
-    FIRST_TREND,
     AdaptiveThreshold,
     FixedThreshold,
     PolicyState,
@@ -25,9 +32,7 @@ from .policy import (
     TargetBytes,
     TargetDensity,
     ThresholdPolicy,
-    as_number,
     begin,
-    round_threshold,
     rounding_point_of,
 )
 from .state import EncoderState
@@ -197,24 +202,23 @@ class CudaEncoder(Encoder, device="cuda"):
     def set_policy(
         self, policy: ThresholdPolicy | TargetBytes, threshold: float | None = None
     ) -> None:
-        """Change the policy from the next step on, and the threshold if one is given; waits for the device.
+        """Change the policy from the next step on, as on the CPU; waits for the device.
 
         Raises:
-            ValueError: ``threshold`` is not a threshold, or the policy is not one of gradwire's.
+            ValueError: as on the CPU, or the policy is not one of gradwire's; nothing has changed.
+            TypeError: ``threshold`` is no number; nothing has changed.
         """
-        rule = ThresholdRule.of(policy, self.numel)
+        rule = ThresholdRule.of(policy, self.numel, self.shakeup)
         words = _policy_words(rule.policy, self.shakeup, self.clip)
         if threshold is not None:
-            threshold = as_number("threshold", threshold)
-            round_threshold(threshold)
+            threshold = checked_threshold(threshold, self.shakeup)
         state = self._state()
+        learned = state["threshold"] if state["trend"] >= 0.0 else None
+        first, policy_state = continued(rule, threshold, learned)
         self._device_core.set_policy(words)
         self.policy = policy
-        if threshold is None:
-            threshold = state["threshold"]
         self._rule = rule
-        policy_state = begin(rule.policy)[1]._replace(trend=FIRST_TREND)
-        self._device_core.set_state(threshold, state["step"], state["step"], *policy_state)
+        self._device_core.set_state(first, state["step"], state["step"], *policy_state)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as on the CPU, with host arrays: it can be loaded on either side. Waits for the device."""
@@ -269,7 +273,7 @@ def _policy_words(
     words |= {name: getattr(policy, name) for name in names}
     if shakeup is not None:
         # No threshold on the device falls below this one, so check here that it can be rounded.
-        round_threshold(words["minimum"] / shakeup.divisor)
+        shakeup_threshold(words["minimum"], shakeup)
         words |= {"shakeup_every": shakeup.every, "shakeup_divisor": shakeup.divisor}
     if clip is not None:
         words |= {"clip_every": clip.every, "clip_limit": clip.limit}

@@ -122,7 +122,9 @@ class EncoderState:
         """Return the state in a dict, after checking that it fits an encoder of this size and dtype.
 
         Raises:
-            ValueError: another format, size or dtype, or not the state of an encoder.
+            ValueError: another format, size or dtype, or not the state of an encoder: a damaged value would make every
+                later step fail.
+            TypeError: it is no dict.
         """
         check_format(state, _ENCODER_FORMAT)
         missing = {"residual", "threshold", "step", "changed_at", "course"} - state.keys()
@@ -130,22 +132,36 @@ class EncoderState:
             raise ValueError(
                 f"state lacks {', '.join(sorted(missing))}: it is not that of an encoder"
             )
-        residual = np.asarray(state["residual"])
+        try:
+            residual = np.asarray(state["residual"])
+            threshold = as_number("threshold", _plain(state["threshold"]))
+            step = check_range("step", _plain(state["step"]), 0, 2**63)
+            changed_at = check_range("changed_at", _plain(state["changed_at"]), 0, step)
+            trend, deviation, supply = (
+                as_number("course", _plain(each)) for each in state["course"]
+            )
+            # An enumeration refuses 0.5 and takes 1.0 for 1.
+            policy_state = PolicyState(trend, deviation, Supply(supply))  # type: ignore[arg-type]
+            round_threshold(threshold)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"state is not that of an encoder: {error}") from None
         if residual.shape != (numel,) or str(residual.dtype) != dtype:
             raise ValueError(
                 f"state is of {residual.dtype}{list(residual.shape)}, "
                 f"this encoder of {dtype}[{numel}]"
             )
-        try:
-            threshold = float(state["threshold"])
-            step = int(state["step"])
-            changed_at = int(state["changed_at"])
-            trend, deviation, supply = state["course"]
-            policy_state = PolicyState(float(trend), float(deviation), Supply(supply))
-        except (TypeError, ValueError, OverflowError) as error:
-            raise ValueError(f"state is not that of an encoder: {error}") from None
-        round_threshold(threshold)
-        check_range("step", step, 0, 2**63)
-        check_range("changed_at", changed_at, 0, step)
+        if not (math.isfinite(trend) and math.isfinite(deviation)):
+            raise ValueError(f"state has course {(trend, deviation, int(supply))}, must be finite")
+        bad = np.flatnonzero(~np.isfinite(residual))
+        if bad.size:
+            raise ValueError(
+                f"state has a residual of which {bad.size} elements are not finite, the first at index {bad[0]}: "
+                "set them to 0, or load another checkpoint"
+            )
         residual = np.ascontiguousarray(residual)
         return EncoderState(residual, threshold, step, changed_at, policy_state)
+
+
+def _plain(value: Any) -> Any:
+    """Return the number in an array without dimensions, as which np.savez keeps it; everything else as it is."""
+    return value.item() if isinstance(value, np.ndarray) and value.ndim == 0 else value
