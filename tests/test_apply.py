@@ -471,6 +471,60 @@ def test_arguments_of_the_wrong_kind_are_refused_by_name(arguments: Any, complai
     assert (target == 0.25).all()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"threads": None}, "threads must be an int, got None"),
+        ({"threads": 0}, "threads must be 1 to 1024, got 0"),
+        ({"scale": 10**400}, "scale is too large for a float"),
+        ({"scale": np.ones(2)}, "scale must be a number"),
+        ({"scale": 0.0}, "scale is 0"),
+        ({"scale": -0.0}, "scale is 0"),
+        ({"scale": np.float32(0.0)}, "scale is 0"),
+        ({"scale": np.nan}, "finite"),
+    ],
+    ids=str,
+)
+def test_one_message_and_many_have_the_same_errors(arguments: Any, complaint: str) -> None:
+    message = gw.Encoder(3, 0.5).encode(np.ones(3, np.float32))
+    target = np.zeros(3, np.float32)
+    for add, messages in ((gw.apply, message), (gw.apply_many, [message])):
+        with pytest.raises((TypeError, ValueError), match=complaint):
+            add(messages, target, **arguments)  # type: ignore[arg-type]
+    assert not target.any()
+    gw.apply_many([message], target, np.array(0.5))  # type: ignore[arg-type]
+    assert (target == 0.25).all()
+
+
+@pytest.mark.parametrize(
+    ("changed", "complaint"),
+    [
+        ({"key": -1}, "key must be 0 to 4294967295, got -1"),
+        ({"key": "1"}, "key must be an int"),
+        ({"step": 2**32}, "step must be 0 to 4294967295"),
+        ({"step": 1.5}, "step must be an int"),
+        ({"numel": -1}, "numel must be 0 to"),
+        ({"numel": 9.0}, "numel must be an int"),
+        ({"threshold": "0.5"}, "threshold must be a number"),
+        ({"shakeup": "no"}, "shakeup must be True or False"),
+        ({"positions": np.array([1.0, 2.0])}, r"positions must be int64\[count\], got float64"),
+        ({"positions": np.array([1, 2], np.uint64)}, r"positions must be int64\[count\]"),
+        ({"negative": np.array([0, 1])}, r"negative must be bool\[count\], got int64"),
+    ],
+    ids=str,
+)
+def test_wrong_entries_are_refused_by_name(changed: Any, complaint: str) -> None:
+    entries = {
+        "positions": np.array([1, 2], np.int32),
+        "negative": np.array([True, False]),
+        "numel": np.int64(9),
+        "threshold": np.float32(0.5),
+    }
+    assert gw.Message.from_entries(**entries, key=np.uint32(7), step=3).key == 7  # type: ignore[arg-type]
+    with pytest.raises((TypeError, ValueError), match=complaint):
+        gw.Message.from_entries(**{**entries, **changed})
+
+
 def test_numbers_of_messages_are_checked() -> None:
     values = np.ones(3, np.float32)
     for wrong in ("1", None, 1.0):
@@ -478,6 +532,9 @@ def test_numbers_of_messages_are_checked() -> None:
             gw.dense_message(values, key=wrong)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="numel must be an int"):
             gw.max_message_bytes(wrong)  # type: ignore[arg-type]
+    for dense in ("yes", 1, None):
+        with pytest.raises(TypeError, match="dense must be True or False"):
+            gw.max_message_bytes(9, dense=dense)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="step must be 0 to 4294967295, got -1"):
         gw.dense_message(values, step=-1)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,31 @@ def test_other_schemes_take_the_bytes_that_their_papers_give() -> None:
     assert cost.powersgd_bytes([(100, 20, 5), (7,)], 4, 2) == 4 * (4 * 200 + 7)
     assert cost.one_bit_bytes(8_000, 2) == 1_000
     assert cost.ok_topk_bytes(1_000_000, 0.01, 2) == (40_000, 120_000)
+
+
+@pytest.mark.parametrize(
+    ("bytes_of", "complaint"),
+    [
+        (lambda: cost.powersgd_bytes([(3, 4)], -1, 2), "rank is -1"),
+        (lambda: cost.powersgd_bytes([(3, 4)], 1, 0), "nodes is 0"),
+        (lambda: cost.one_bit_bytes(-1, 2), "elements is -1"),
+        (lambda: cost.one_bit_bytes(1, 0), "nodes is 0"),
+        (lambda: cost.ok_topk_bytes(-1, 0.1, 2), "elements is -1"),
+        (lambda: cost.ok_topk_bytes(1, -0.1, 2), "density is -0.1"),
+        (lambda: cost.ok_topk_bytes(1, 0.1, 0), "nodes is 0"),
+        (lambda: cost.message_bytes(-1, 0.1), "elements is -1"),
+        (lambda: cost.message_bytes(100, 1.1), "density is 1.1"),
+        (lambda: cost.transfer_bytes(-1, job()), "payload_bytes is -1"),
+        (lambda: cost.dl4j_scalability(service_ms=-600), "service_ms is -600"),
+        (lambda: cost.dl4j_scalability(encode_ms=-1), "encode_ms is -1"),
+        (lambda: cost.dl4j_scalability(decode_ms=math.nan), "decode_ms is nan"),
+    ],
+)
+def test_other_schemes_refuse_impossible_numbers_by_name(
+    bytes_of: Callable[[], Any], complaint: str
+) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        bytes_of()
 
 
 def test_deeplearning4j_s_form_gives_its_documentation_s_figure() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +243,46 @@ def test_a_tau_that_float32_cannot_hold_is_refused(tau: float) -> None:
     for encode in (dl4j.encode_threshold, dl4j.encode_bitmap):
         with pytest.raises(ValueError, match="tau"):
             encode(np.zeros(3, np.float64), tau)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tau", "bounds"),
+    [
+        ("float16", 1e-9, "6e-8 to 65504"),
+        ("float16", 1e6, "6e-8 to 65504"),
+        ("bfloat16", 1e-43, "9.2e-41 to 3.38e38"),
+        ("bfloat16", 3.4e38, "9.2e-41 to 3.38e38"),
+    ],
+)
+def test_a_tau_outside_the_range_of_the_updates_is_refused(
+    dtype: str, tau: float, bounds: str
+) -> None:
+    if dtype == "bfloat16":
+        pytest.importorskip("ml_dtypes", reason="bfloat16 arrays need ml_dtypes")
+    for encode in (dl4j.encode_threshold, dl4j.encode_bitmap):
+        updates = np.zeros(3, dtype)
+        with pytest.raises(ValueError, match=f"^tau {re.escape(repr(tau))} rounds to .*{bounds}"):
+            encode(updates, tau)
+        assert not updates.any()
+
+
+def test_a_bitmap_s_half_of_tau_must_be_in_the_range_too() -> None:
+    for dtype, tau in ((np.float16, 6e-8), (np.float32, 1.4e-45), (np.float64, 1.4e-45)):
+        assert dl4j.encode_threshold(np.zeros(3, dtype), tau)[0] == 0
+        with pytest.raises(ValueError, match=f"half of tau {tau!r} rounds to 0.0 in float"):
+            dl4j.encode_bitmap(np.zeros(3, dtype), tau)
+
+
+def test_a_tau_above_the_range_of_the_target_is_refused() -> None:
+    target = np.zeros(3, np.float16)
+    for encode, decode in (
+        (dl4j.encode_threshold, dl4j.decode_threshold),
+        (dl4j.encode_bitmap, dl4j.decode_bitmap),
+    ):
+        message = encode(np.full(3, 1e6, np.float32), 1e6)
+        with pytest.raises(MessageError, match="too large for a target of float16"):
+            decode(message, target)
+    assert not target.any()
 
 
 def test_arrays_that_cannot_be_changed_in_place_are_refused() -> None:

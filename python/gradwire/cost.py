@@ -204,11 +204,17 @@ class Cost:
 
 
 def message_bytes(elements: float, density: float, codec: Codec = "threshold") -> float:
-    """Return the expected bytes of a message whose changes are at random places; real messages are smaller.
+    """Return the expected bytes of a message whose changes are at random places; real messages are usually smaller.
 
     Golomb-Rice: k bits of remainder, 1 / (1 - q^(2^k)) bits of quotient and a bit of sign for each changed element,
     with q = 1 - density and the best k. Where nearly all change, the unchanged elements are listed.
+
+    Raises:
+        ValueError: a number is impossible, or the codec unknown.
+        TypeError: a value is of the wrong kind.
     """
+    _check("elements", elements, 0, 2**48)
+    _check("density", density, 0.0, 1.0)
     if codec not in ("threshold", *_FLOAT_BYTES):
         raise ValueError(f"codec is {codec!r}, must be one of threshold, {', '.join(_FLOAT_BYTES)}")
     if codec != "threshold":
@@ -230,7 +236,13 @@ def _rice_bits(density: float, k: int) -> float:
 
 
 def transfer_bytes(payload_bytes: float, job: Job) -> float:
-    """Return the bytes on the link of one message to one peer: records, datagrams and frames."""
+    """Return the bytes on the link of one message to one peer: records, datagrams and frames.
+
+    Raises:
+        ValueError: ``payload_bytes`` is impossible.
+        TypeError: it is no number.
+    """
+    _check("payload_bytes", payload_bytes, 0, math.inf)
     fragment = _DATAGRAM_BYTES - wire.HEADER_BYTES
     record = wire.fragments_per_record(_DATAGRAM_BYTES) * fragment - _RECORD_BYTES
     records = max(1, math.ceil(payload_bytes / record))
@@ -257,7 +269,13 @@ def powersgd_bytes(shapes: Iterable[Sequence[int]], rank: int, nodes: int) -> fl
             sent whole.
         rank: rank of the factors.
         nodes: nodes of the ring.
+
+    Raises:
+        ValueError: a number is impossible.
+        TypeError: a value is of the wrong kind.
     """
+    _check("rank", rank, 1, 1 << 30)
+    _check("nodes", nodes, 1, 1 << 20)
     numbers = 0
     for shape in shapes:
         rows, *others = *shape, 1
@@ -266,12 +284,27 @@ def powersgd_bytes(shapes: Iterable[Sequence[int]], rank: int, nodes: int) -> fl
 
 
 def one_bit_bytes(elements: int, nodes: int) -> float:
-    """Return the bytes each way per step of DeepSpeed's 1-bit all-reduce: signs to the owners, and signs back."""
+    """Return the bytes each way per step of DeepSpeed's 1-bit all-reduce: signs to the owners, and signs back.
+
+    Raises:
+        ValueError: a number is impossible.
+        TypeError: a value is of the wrong kind.
+    """
+    _check("elements", elements, 0, 2**48)
+    _check("nodes", nodes, 1, 1 << 20)
     return 2.0 * (nodes - 1) / nodes * elements / 8.0
 
 
 def ok_topk_bytes(elements: int, density: float, nodes: int) -> tuple[float, float]:
-    """Return the least and the most bytes each way per step of Ok-Topk: 2k to 6k words of 4 bytes, k changed."""
+    """Return the least and the most bytes each way per step of Ok-Topk: 2k to 6k words of 4 bytes, k changed.
+
+    Raises:
+        ValueError: a number is impossible.
+        TypeError: a value is of the wrong kind.
+    """
+    _check("elements", elements, 0, 2**48)
+    _check("density", density, 0.0, 1.0)
+    _check("nodes", nodes, 1, 1 << 20)
     word_bytes = 4.0 * (nodes - 1) / nodes * elements * density
     return 2.0 * word_bytes, 6.0 * word_bytes
 
@@ -459,11 +492,18 @@ def dl4j_scalability(
 
     The form has no link: neither rate, latency nor message size.
 
+    Raises:
+        ValueError: a number is impossible.
+        TypeError: a value is of the wrong kind.
+
     >>> round(dl4j_scalability(), 3)
     0.705
     """
     for name, value in (("iteration_ms", iteration_ms), ("nodes", nodes), ("workers", workers)):
         _check(name, value, 1e-9, math.inf)
+    overheads = (("encode_ms", encode_ms), ("decode_ms", decode_ms), ("service_ms", service_ms))
+    for name, value in overheads:
+        _check(name, value, 0.0, math.inf)
     overhead_ms = encode_ms + decode_ms * nodes * workers + service_ms
     return iteration_ms / (iteration_ms + overhead_ms)
 

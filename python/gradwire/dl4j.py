@@ -36,7 +36,14 @@ _HEADER_WORDS = 4
 _THRESHOLD_FORM = 0
 _BITMAP_FORM = 1
 _WORD_ELEMENTS = 16
-_DTYPES = ("float16", "bfloat16", "float32", "float64")
+# The dtypes of arrays, and the positive numbers that each can hold.
+_RANGES = {
+    "float16": "6e-8 to 65504",
+    "bfloat16": "9.2e-41 to 3.38e38",
+    "float32": "1.4e-45 to 3.4e38",
+    "float64": "4.9e-324 to 1.7e308",
+}
+_DTYPES = tuple(_RANGES)
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -59,7 +66,8 @@ def encode_threshold(updates: NDArray[Any], tau: float, boundary: int | None = N
 
     Raises:
         TypeError: ``updates`` is not an array of one of the four dtypes.
-        ValueError: ``updates`` is not contiguous, not writable or too long; tau or boundary is out of range.
+        ValueError: ``updates`` is not contiguous, not writable or too long; boundary is out of range, or tau is, as
+            float32 or in the dtype of ``updates``; ``updates`` is unchanged.
 
     >>> updates = np.array([0.75, -0.5, 0.25], np.float32)
     >>> encode_threshold(updates, 0.5)[4:].tolist(), updates.tolist()
@@ -69,7 +77,7 @@ def encode_threshold(updates: NDArray[Any], tau: float, boundary: int | None = N
     header_tau = _float32_tau(tau)
     if boundary is not None:
         whole("boundary", boundary, least=0)
-    quantum = flat.dtype.type(header_tau)
+    quantum = _quantum(header_tau, flat.dtype, f"tau {tau!r}")
     up = flat >= quantum
     passing = np.flatnonzero(up | (flat <= -quantum))[:boundary]
     if passing.size < 2:
@@ -93,14 +101,14 @@ def decode_threshold(message: Int32, target: NDArray[Any]) -> None:
         target: float16, bfloat16, float32 or float64, contiguous, N elements; modified in place.
 
     Raises:
-        MessageError: the message is inconsistent or has another number of elements, or an entry is zero or out of
-            range; ``target`` is unchanged.
+        MessageError: the message is inconsistent or has another number of elements, an entry is zero or out of range,
+            or tau is too large for the dtype of ``target``; ``target`` is unchanged.
         TypeError: ``message`` is not int32, or ``target`` not an array of one of the four dtypes.
         ValueError: ``target`` is not contiguous or not writable.
     """
     flat = _flat_view("target", target)
     tau, entries = _read_threshold(message, flat.size)
-    quantum = flat.dtype.type(tau)
+    quantum = _decoded(tau, flat.dtype)
     index = np.abs(entries) - 1
     steps = np.where(entries > 0, quantum, -quantum)
     if np.unique(index).size == index.size:
@@ -125,7 +133,8 @@ def encode_bitmap(updates: NDArray[Any], tau: float) -> Int32:
 
     Raises:
         TypeError: ``updates`` is not an array of one of the four dtypes.
-        ValueError: ``updates`` is not contiguous, not writable or too long; tau is out of range.
+        ValueError: ``updates`` is not contiguous, not writable or too long; tau or its half is out of range, as float32
+            or in the dtype of ``updates``; ``updates`` is unchanged.
 
     >>> updates = np.array([0.75, -0.5, 0.25, -0.25], np.float32)
     >>> hex(encode_bitmap(updates, 0.5)[4]), updates.tolist()
@@ -133,8 +142,10 @@ def encode_bitmap(updates: NDArray[Any], tau: float) -> Int32:
     """
     flat = _flat_view("updates", updates)
     header_tau = _float32_tau(tau)
-    quantum = flat.dtype.type(header_tau)
-    half = quantum / flat.dtype.type(2)
+    quantum = _quantum(header_tau, flat.dtype, f"tau {tau!r}")
+    if header_tau / np.float32(2) == 0:  # as a receiver computes it
+        raise ValueError(f"half of tau {tau!r} rounds to 0.0 in float32")
+    half = _quantum(quantum / flat.dtype.type(2), flat.dtype, f"half of tau {tau!r}")
     whole = np.abs(flat) >= quantum
     below_zero = flat < 0
     halved = (np.abs(flat) >= half) & below_zero & ~whole
@@ -154,13 +165,14 @@ def decode_bitmap(message: Int32, target: NDArray[Any]) -> None:
         target: float16, bfloat16, float32 or float64, contiguous, N elements; modified in place.
 
     Raises:
-        MessageError: the message is inconsistent or has another number of elements; ``target`` is unchanged.
+        MessageError: the message is inconsistent or has another number of elements, or tau is too large for the dtype
+            of ``target``; ``target`` is unchanged.
         TypeError: ``message`` is not int32, or ``target`` not an array of one of the four dtypes.
         ValueError: ``target`` is not contiguous or not writable.
     """
     flat = _flat_view("target", target)
     tau, value, sign = _read_bitmap(message, flat.size)
-    quantum = flat.dtype.type(tau)
+    quantum = _decoded(tau, flat.dtype)
     half = flat.dtype.type(np.float32(tau) / np.float32(2))
     flat[value] += np.where(sign[value], -quantum, quantum)
     flat[sign & ~value] -= half
@@ -259,6 +271,30 @@ def _float32_tau(tau: float) -> np.float32:
     if rounded == 0 or np.isinf(rounded):
         raise ValueError(f"tau {tau!r} rounds to {rounded} in float32")
     return rounded
+
+
+def _quantum(value: Any, dtype: np.dtype[Any], name: str) -> Any:
+    """Return tau, or its half, as a number of a dtype; raise `ValueError` where that is zero or infinite."""
+    with np.errstate(over="ignore", under="ignore"):
+        quantum = dtype.type(value)
+    # A quantum of zero would be sent for every element, and none of it subtracted.
+    if quantum == 0 or np.isinf(quantum):
+        raise ValueError(
+            f"{name} rounds to {quantum} in {dtype}, whose range is {_RANGES[dtype.name]}: "
+            "use another tau or dtype"
+        )
+    return quantum
+
+
+def _decoded(tau: float, dtype: np.dtype[Any]) -> Any:
+    """Return tau as a number of a target's dtype, possibly zero."""
+    with np.errstate(over="ignore", under="ignore"):
+        quantum = dtype.type(tau)
+    if np.isinf(quantum):
+        raise MessageError(
+            f"tau is {tau}, too large for a target of {dtype}, whose range is {_RANGES[dtype.name]}"
+        )
+    return quantum
 
 
 def _header(count: int, numel: int, tau: np.float32, form: int) -> Int32:

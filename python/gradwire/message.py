@@ -7,13 +7,14 @@ import sys
 import weakref
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from . import _core
 from ._core import Message, parse_many
 from .arrays import cuda_core, device_of, stream_of
 from .partition import Part
-from .state import check_range
+from .state import check_flag, check_range
 
 __all__ = [
     "Message",
@@ -59,8 +60,8 @@ def apply(
         MessageError: the payload is inconsistent, or the message has another number of elements than the part; the
             target is unchanged.
         TypeError: the target is neither float32 nor float64, or another argument is of the wrong kind.
-        ValueError: wrong size, device or layout, a read-only target, overlapping arrays, a scale that is not finite, or
-            ``threads`` out of range.
+        ValueError: wrong size, device or layout, a read-only target, overlapping arrays, a scale that is 0 or not
+            finite, or ``threads`` out of range.
 
     >>> import numpy as np, gradwire as gw
     >>> encoder = gw.Encoder(3, threshold=gw.FixedThreshold(0.5))
@@ -69,8 +70,6 @@ def apply(
     >>> params.tolist()
     [0.5, 0.0, -0.5]
     """
-    if scale == 0:
-        raise ValueError("scale is 0: nothing would be added")
     apply_many([message], target, scale, part, stream=stream, threads=threads)
 
 
@@ -88,8 +87,10 @@ def apply_many(
     Arguments and errors are those of ``apply``; all messages are of the same part. All messages are checked before the
     first element changes.
     """
-    if not hasattr(scale, "__float__"):
-        raise TypeError(f"scale must be a number, got {reprlib.repr(scale)}")
+    scale = _number("scale", scale)
+    if scale == 0.0:
+        raise ValueError("scale is 0: nothing would be added")
+    threads = check_range("threads", threads, 1, 1024)
     if part is not None and not isinstance(part, Part):
         raise TypeError(f"part must be partition[i] of a Partition, got {reprlib.repr(part)}")
     device = device_of(target)
@@ -242,7 +243,7 @@ def max_message_bytes(numel: int, dense: bool = False, dtype: str = "float32") -
 
     Raises:
         ValueError: ``numel`` or ``dtype`` is out of range.
-        TypeError: ``numel`` is not an int.
+        TypeError: ``numel`` is not an int, or ``dense`` neither True nor False.
 
     >>> max_message_bytes(1_000_000)
     220048
@@ -250,7 +251,75 @@ def max_message_bytes(numel: int, dense: bool = False, dtype: str = "float32") -
     if dtype not in ("float32", "float64", "bfloat16"):
         raise ValueError(f'dtype must be "float32", "float64" or "bfloat16", got {dtype!r}')
     check_range("numel", numel, 0, 2**48)
-    return _core.max_message_bytes(numel, dense, dtype)
+    return _core.max_message_bytes(numel, check_flag("dense", dense), dtype)
+
+
+def _number(name: str, value: Any) -> float:
+    """Return a number, which may be in an array without dimensions, as a float.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: no float is as large.
+    """
+    number = None
+    try:
+        if hasattr(value, "__float__"):  # no text, though it may become a float
+            number = float(value)
+    except OverflowError:
+        raise ValueError(f"{name} is too large for a float, must be finite") from None
+    except (TypeError, ValueError):
+        pass
+    if number is None:
+        raise TypeError(f"{name} must be a number, got {reprlib.repr(value)}")
+    return number
+
+
+_encode_entries = Message.from_entries
+
+
+def _from_entries(
+    positions: Any,
+    negative: Any,
+    *,
+    numel: int,
+    threshold: float,
+    key: int = 0,
+    step: int = 0,
+    shakeup: bool = False,
+) -> Message:
+    """Return the ternary message that changes the given elements.
+
+    Args:
+        positions: int64[count], ascending.
+        negative: bool[count], true for minus.
+        numel: elements of the update, at most 2^48.
+        threshold: a positive bfloat16 value.
+        key: index of the group, 0 to 2^32 - 1.
+        step: number of the step, 0 to 2^32 - 1.
+        shakeup: whether it is a shake-up.
+
+    Raises:
+        MessageError: the threshold is not a positive bfloat16 value.
+        ValueError: positions are not ascending or outside [0, numel), or a number is out of range.
+        TypeError: an argument is of the wrong kind.
+    """
+    for name, array, dtype in (("positions", positions, "int64"), ("negative", negative, "bool")):
+        own = np.asarray(array).dtype
+        if not np.can_cast(own, dtype):
+            raise TypeError(f"{name} must be {dtype}[count], got {own}")
+    return _encode_entries(
+        positions,
+        negative,
+        numel=check_range("numel", numel, 0, 2**48),
+        threshold=_number("threshold", threshold),
+        key=check_range("key", key, 0, 2**32 - 1),
+        step=check_range("step", step, 0, 2**32 - 1),
+        shakeup=check_flag("shakeup", shakeup),
+    )
+
+
+# The compiled function says of a wrong argument only that it is incompatible.
+Message.from_entries = staticmethod(_from_entries)  # type: ignore[method-assign]
 
 
 def _on_host(message: Any) -> Message:
