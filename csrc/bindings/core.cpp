@@ -136,14 +136,14 @@ class PyEncoder {
             const py::gil_scoped_release release;
             return f(Input{});
         }
-        const HostArrays arrays(update, before.is_none() ? "update" : "now");
+        const HostArrays arrays(update, "update");
         if (before.is_none()) {
             arrays.require_update(encoder_.residual(), encoder_.numel(), encoder_.dtype());
             return with_arrays(arrays, nullptr, f);
         }
         const HostArrays earlier(before, "before");
         arrays.require_targets();
-        require_alike(earlier, "before", arrays.targets(), "now");
+        require_alike(earlier, "before", arrays.targets(), "update");
         for (const HostArrays* each : {&arrays, &earlier}) {
             each->require_numel(encoder_.numel());
             if (encoder_.residual())

@@ -610,7 +610,7 @@ class Encoder:
         return partition
 
     def _call(self, method: Callable[..., Any], update: Any, before: Any, *arguments: Any) -> Any:
-        """Call the core; its errors name the arguments of `encode`, and say what became of the update."""
+        """Call the core; say what became of an update that is not finite."""
         try:
             return method(update, before, *arguments)
         except NonFiniteUpdate as error:
@@ -626,15 +626,6 @@ class Encoder:
                 error.count,
                 error.first_index,
             ) from None
-        except (TypeError, ValueError) as error:
-            if before is None:
-                raise
-            # The core takes a difference's arrays for targets of ``apply``, and calls the update "now".
-            text = re.sub(r"\bnow\b", "update", str(error)).replace(
-                "apply to float32", "give float32"
-            )
-            text = text.replace("so nothing can be added to it", "give a writable array")
-            raise type(error)(text) from None
 
     def _finish(self, messages: list[Message], skipped: int) -> None:
         self._step += 1
