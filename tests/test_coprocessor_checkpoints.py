@@ -16,7 +16,7 @@ import gradwire as gw
 from gradwire.coprocessor import SGD, Host, Worker
 
 from . import test_coprocessor
-from .test_coprocessor import Cluster, flat, gradients, reach
+from .test_coprocessor import Cluster, flat, gradients, kill, reach
 
 cluster = test_coprocessor.cluster
 
@@ -161,7 +161,12 @@ def test_a_host_whose_step_was_interrupted_goes_on_from_its_checkpoint_only(
     [
         ({"node": None}, "node must be a Node, got None"),
         ({"params": None}, "parameters must be all float32 or all float64"),
+        ({"params": [np.float32([1.0, np.nan])]}, "parameters: 1 of 2 elements are not finite"),
         ({"threshold": "0.1"}, "threshold must be a threshold policy or a number"),
+        (
+            {"threshold": gw.TargetBytes(10)},
+            "max_bytes is 10, too few for one changed element of 3",
+        ),
         ({"path": "/nowhere/at/all"}, "path is '/nowhere/at/all', whose folder does not exist"),
     ],
 )
@@ -179,6 +184,10 @@ def test_a_host_refuses_at_once_what_would_fail_later(
     [
         ({"node": "127.0.0.1:1"}, "node must be a Node, got '127.0.0.1:1'"),
         ({"params": {"w": np.zeros(3)}}, "not an array"),
+        (
+            {"params": [np.zeros(22)], "threshold": gw.TargetBytes(10)},
+            "max_bytes is 10, too few for one changed element of 22",
+        ),
         ({"threshold": -1.0}, "a threshold must be positive and finite"),
         ({"timeout_s": "5"}, "timeout_s must be a number, got '5'"),
         ({"timeout_s": float("nan")}, "timeout_s is nan"),
@@ -200,3 +209,114 @@ def test_a_descent_has_numbers() -> None:
     with pytest.raises(TypeError, match="nesterov must be True or False"):
         SGD(0.1, 0.9, nesterov="no")  # type: ignore[arg-type]
     assert repr(SGD(np.float32(0.5), np.float64(0.25))) == repr(SGD(0.5, 0.25))
+
+
+# ---- what diverges, and what does not fit ----------------------------------------------------------------------------
+
+
+def test_a_diverged_step_leaves_the_good_checkpoint(cluster: Cluster, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"path": tmp_path / "host", "save_every": 1}
+    host = cluster.host(SGD(1e30), params=[np.ones(3, np.float32)], name="model", **options)
+    for value in (1e-30, 1e30):
+        host._batch.append(gw.dense_message(np.full(3, value, np.float32)))
+        if value < 1.0:
+            host.step(0.0)
+    good = (tmp_path / "host").read_bytes()
+    with pytest.raises(gw.NonFiniteUpdate, match="smaller rate: 3 of 3 elements"):
+        host.step(0.0)
+    for call in (host.step, host.save, host.finish):
+        with pytest.raises(gw.GradwireError, match="left no finite parameters"):
+            call()
+    with pytest.raises(TimeoutError):  # no reader takes them for a version
+        gw.HostedModel.attach("model").snapshot(0.05)
+    assert (tmp_path / "host").read_bytes() == good
+    assert cluster.host(SGD(1.0), params=[np.ones(3, np.float32)], **options).version == 1
+
+
+@pytest.mark.parametrize("path", ["host", None])
+def test_parameters_that_are_not_finite_are_never_saved(
+    cluster: Cluster, tmp_path: Path, path: str | None
+) -> None:
+    host = cluster.host(path=path and tmp_path / path, save_every=2)
+    host.save()
+    for _ in range(2):
+        host._batch.append(gw.dense_message(np.zeros(22, np.float32)))
+    host.params[1][3] = np.nan
+    host.step(0.0)  # the batch of two, as from a checkpoint, makes one step: the next is looked at
+    host._batch.append(gw.dense_message(np.zeros(22, np.float32)))
+    if path:
+        with pytest.raises(gw.NonFiniteUpdate, match="1 of 22 elements are not finite"):
+            host.save()
+    with pytest.raises(gw.NonFiniteUpdate, match="1 of 22 elements are not finite"):
+        host.step(0.0)
+    assert cluster.host(path=path and tmp_path / path).version == 0
+
+
+def test_large_finite_parameters_are_saved(cluster: Cluster, tmp_path: Path) -> None:
+    params = [np.full(9, 3e38, np.float32)]  # whose sum is infinite
+    cluster.host(params=params, path=tmp_path / "host").save()
+    again = cluster.host(params=[np.zeros(9, np.float32)], path=tmp_path / "host")
+    np.testing.assert_array_equal(again.params[0], params[0])
+
+
+def test_a_velocity_of_another_size_is_refused(cluster: Cluster, tmp_path: Path) -> None:
+    host = cluster.host(SGD(1.0, 0.5), path=tmp_path / "host")
+    host._optimizer._velocity = [np.zeros((3, 4), np.float32), np.zeros(7, np.float32)]
+    host.save()
+    descent = SGD(1.0, 0.5)
+    with pytest.raises(ValueError, match=r"no checkpoint of a host: the velocity is .*\[3, 4\]"):
+        cluster.host(descent, path=tmp_path / "host")
+    assert descent.state_dict() == {"velocity": []}
+
+
+# ---- a gradient that is finite, and a step with it not -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dense", [False, True], ids=["threshold", "dense"])
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_a_gradient_that_no_step_can_have_goes_back_to_its_worker(
+    cluster: Cluster,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    momentum: float,
+    dense: bool,
+) -> None:
+    options: dict[str, Any] = {"path": tmp_path / "host", "save_every": 1}
+    host = cluster.host(SGD(10.0, momentum), **options)
+    large = cluster.worker(host, threshold=1e38, in_flight=0)
+    other = cluster.worker(host, in_flight=0)
+    gradient = np.full(22, 2e38, np.float32)
+    cluster.run(host, lambda: large.send(gradient, dense=dense))
+    assert (host.version, host.refused, large.refused, large.kept) == (0, 1, 1, [])
+    np.testing.assert_allclose(large.encoder.residual, gradient, rtol=1e-6)
+    assert large.node.peer.address in caplog.text
+    assert "times the rate of 10 overflows float32" in caplog.text
+    cluster.run(host, lambda: other.send(np.ones(22, np.float32)))
+    address = kill(host)
+    host = cluster.host(SGD(10.0, momentum), cluster.node(bind=address), **options)
+    cluster.run(host, lambda: other.send(np.ones(22, np.float32)))
+    assert host.version == 2
+    np.testing.assert_array_equal(flat(host.params), -10.0 if not momentum else -12.5)
+
+
+@pytest.mark.torch
+def test_a_large_gradient_goes_back_from_an_optimizer_of_torch(cluster: Cluster) -> None:
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    params = [torch.zeros(22, requires_grad=True)]
+    host = cluster.host(torch.optim.SGD(params, lr=10.0), params=params)
+    worker = cluster.worker(host, threshold=1e38, in_flight=0)
+    cluster.run(host, lambda: worker.send(np.full(22, 2e38, np.float32)))
+    assert (host.version, worker.refused) == (0, 1)
+
+
+def test_a_rate_that_became_too_large_changes_nothing(cluster: Cluster) -> None:
+    descent = SGD(1.0)
+    host = cluster.host(descent)
+    encoder = gw.Encoder(22, threshold=1e38)
+    host._batch.append(encoder.encode(np.full(22, 1e38, np.float32)))
+    descent.lr = 10.0
+    with pytest.raises(ValueError, match=r"needs a smaller lr: its .* times the rate of 10"):
+        host.step(0.0)
+    descent.lr = 0.5
+    assert host.step(0.0)
+    assert 4e37 < -host.params[0][0, 0] < 6e37

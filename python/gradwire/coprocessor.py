@@ -35,7 +35,14 @@ from numpy.typing import NDArray
 
 from .arrays import Arrays, copies, layouts, put
 from .codec import Encoder
-from .errors import GradwireError, MessageError, Mismatch, NotConnected, WouldBlock
+from .errors import (
+    GradwireError,
+    MessageError,
+    Mismatch,
+    NonFiniteUpdate,
+    NotConnected,
+    WouldBlock,
+)
 from .hosted import HostedModel
 from .message import Message, apply, apply_many, decode, dense_message
 from .policy import as_number
@@ -65,6 +72,7 @@ _DRAIN_S: Final = 5.0
 _WHO: Final = "a host or worker"
 _NUMBERS: Final = 1 << 63  # of gradients and versions
 _RUNS_MAX: Final = 64  # of workers, one after the other, on one node
+_DIVERGED: Final = "the training diverged, start the host again with a smaller rate"
 _DOCUMENT_BYTES: Final = 64 << 20  # most of a checkpoint's first line
 
 
@@ -129,9 +137,8 @@ class SGD:
         return {"velocity": self._velocity}
 
     def load_state_dict(self, state: dict[str, Arrays]) -> None:
-        """Go on with a copy of the velocity of ``state``."""
-        if not all(np.isfinite(velocity).all() for velocity in state["velocity"]):
-            raise ValueError("the velocity is not finite")
+        """Go on with a copy of the velocity of ``state``; raise `ValueError` if it is not finite."""
+        _check_finite("velocity", state["velocity"])
         self._velocity = copies(state["velocity"])
 
 
@@ -149,6 +156,10 @@ class _TorchOptimizer:
         self._tensors = tensors
         self._gradients = [np.zeros_like(param) for param in params]
         self._torch = sys.modules["torch"]
+
+    @property
+    def lr(self) -> float:
+        return max(float(group.get("lr", 0.0)) for group in self._optimizer.param_groups)
 
     def apply(self, messages: list[Message], _params: Arrays) -> None:
         for gradient in self._gradients:
@@ -175,7 +186,7 @@ class _Run:
     id: int
     taken: int = 0  # the last that is applied, or in the batch of the next step
     saved: int = 0  # the same in the last checkpoint
-    refused: int = 0  # the last that was too old
+    refused: int = 0  # the last that was too old or too large
     has_replica: bool = False
     peer: Peer | None = None  # which has begun it; None: it is from a checkpoint
 
@@ -229,7 +240,7 @@ class Host(AbstractContextManager["Host"]):
 
     Attributes:
         version: steps so far, those before a restart included. Also the version of the hosted model.
-        refused: gradients refused by this process.
+        refused: gradients refused by this process: too old, or so large that times the learning rate they overflow.
 
     Raises:
         FileNotFoundError: there is no folder for ``path``.
@@ -260,7 +271,6 @@ class Host(AbstractContextManager["Host"]):
         check_range("gradients_per_step", gradients_per_step, 1, 2**20)
         check_range("max_staleness", 0 if max_staleness is None else max_staleness, 0, 2**53)
         check_node(node)
-        Encoder(0, threshold)  # refuses now what the first replica's would refuse
         given = _listed(params)
         initial = [np.asarray(p.detach() if hasattr(p, "detach") else p) for p in given]
         self._layout = [type(optimizer).__name__, *layouts(initial)]
@@ -268,6 +278,8 @@ class Host(AbstractContextManager["Host"]):
             raise TypeError(
                 f"parameters must be all float32 or all float64, got {layouts(initial)}"
             )
+        # Refuses now what the first replica's would refuse; a budget may be too small for so many elements.
+        Encoder(_numel(initial), threshold, keeps_residual=False)
         if hasattr(optimizer, "param_groups"):
             optimizer = _TorchOptimizer(optimizer, given, initial)
         elif not isinstance(optimizer, SGD):
@@ -295,6 +307,8 @@ class Host(AbstractContextManager["Host"]):
         self._answers: dict[Peer, tuple[_Run, int]] = {}  # to what kind of message
         if self._path is not None and self._path.exists():
             initial = self._load(self._path)
+        else:
+            _check_finite("parameters", initial)
         self._model = None if name is None else HostedModel(name, initial, version=self.version)
         self.params = self._model.params if self._model else copies(initial)
         _move(given, self.params)
@@ -315,9 +329,10 @@ class Host(AbstractContextManager["Host"]):
         """Apply one step of the descent if enough gradients have come, or come in time; return whether they have.
 
         Raises:
-            NonFiniteUpdate: the parameters are no longer finite, so their change cannot be sent.
+            NonFiniteUpdate: the parameters are no longer finite, as every ``save_every``-th step and replicas find out.
+            ValueError: the learning rate is now too large for a gradient that has come; nothing has changed.
             OSError: the checkpoint cannot be written.
-            GradwireError: the optimiser has raised an error in an earlier step.
+            GradwireError: in an earlier step the optimiser has raised an error, or the parameters were not finite.
         """
         optimizer = self._whole_optimizer()
         end_s = time.monotonic() + check_seconds("timeout_s", timeout_s, least=-math.inf)
@@ -326,14 +341,20 @@ class Host(AbstractContextManager["Host"]):
             self._answer()
             is_due = self._receive(min(left_s, _TICK_S))
         if is_due:
+            for message in self._batch:  # the rate may be another than when they came
+                if message.kind != "dense" and (reason := self._overflow_of(message)):
+                    raise ValueError(f"a gradient that has come needs a smaller lr: {reason}")
+            is_kept = (self.version + 1) % self.save_every == 0
             self._optimizer = None
             with nullcontext() if self._model is None else self._model.writing():
                 optimizer.apply(self._batch, self.params)
+                if is_kept:  # a pass over all parameters is too dear for steps that change a few
+                    _check_finite(_DIVERGED, self.params, NonFiniteUpdate)
             self._optimizer = optimizer
             self._batch.clear()
             self.version += 1
-            if self._path is None or self.version % self.save_every == 0:
-                self.save()
+            if self._path is None or is_kept:
+                self._write()
         self._answer()
         return is_due
 
@@ -341,8 +362,8 @@ class Host(AbstractContextManager["Host"]):
         """Return the optimiser; raise `GradwireError` if only a part of the parameters may have its last step."""
         if self._optimizer is None:
             raise GradwireError(
-                f"step {self.version + 1} of the descent was interrupted, so a part of the parameters may have it: "
-                "start the host again, from its checkpoint"
+                f"step {self.version + 1} of the descent was interrupted or left no finite parameters, so a part of "
+                "the parameters may have it: start the host again, from its checkpoint"
             )
         return self._optimizer
 
@@ -391,15 +412,28 @@ class Host(AbstractContextManager["Host"]):
                 message = Message.parse(payload[_HEADER.size :])
                 if message.numel != (numel := _numel(self.params)):
                     raise MessageError(f"{message.numel} elements for parameters of {numel}")
-                # A ternary message has one finite threshold.
-                if message.kind == "dense" and not np.isfinite(decode(message)).all():
-                    raise MessageError("a gradient with values that are not finite")
-                if self.version - version > self.max_staleness:
+                if reason := self._overflow_of(message):
+                    logger.error("a gradient of %s goes back to it: %s", peer.address, reason)
+                if reason or self.version - version > self.max_staleness:
                     run.refused = number
                     self.refused += 1
                 else:
                     run.taken = number
                     self._batch.append(message)
+
+    def _overflow_of(self, message: Message) -> str:
+        """Return why a step with this gradient would be infinite, or ""; raise `MessageError` if it is so itself."""
+        # The core's step of a ternary message is a float32, whatever the parameters are.
+        largest, dtype = message.threshold, np.dtype(np.float32)
+        if message.kind == "dense":
+            values = decode(message)
+            largest = float(max(values.max(initial=0.0), -values.min(initial=0.0)))
+            dtype = self.params[0].dtype
+            if not math.isfinite(largest):
+                raise MessageError("a gradient with values that are not finite")
+        rate = float(self._optimizer.lr)
+        is_finite = max(rate, 1.0) * largest <= float(np.finfo(dtype).max)
+        return "" if is_finite else f"its {largest:g} times the rate of {rate:g} overflows {dtype}"
 
     def _answer(self) -> None:
         """Answer workers, after the step with their gradients. A worker that gets no answer asks again."""
@@ -434,8 +468,7 @@ class Host(AbstractContextManager["Host"]):
         """Return the document by which workers know their host."""
         name = self._model.name if self._model else None
         document = {"format": _FORMAT, "name": name, "layout": self._layout[1:]}
-        document["slice_bytes"] = slice_bytes_of(self.node, _WHO)
-        return json.dumps(document).encode()
+        return json.dumps({**document, "slice_bytes": slice_bytes_of(self.node, _WHO)}).encode()
 
     def _send(self, replica: _Replica) -> bool:
         """Send a worker's answer, or the rest of it, as far as there is space; return whether all of it is sent."""
@@ -450,7 +483,17 @@ class Host(AbstractContextManager["Host"]):
         return True
 
     def save(self) -> None:
-        """Write the checkpoint now. The old one is replaced only when the new one is on the disk."""
+        """Write the checkpoint now. The old one is replaced only when the new one is on the disk.
+
+        Raises:
+            NonFiniteUpdate, OSError, GradwireError: as ``step``; the old checkpoint stays.
+        """
+        if self._path is not None and self._optimizer is not None:
+            _check_finite(_DIVERGED, self.params, NonFiniteUpdate)
+        self._write()
+
+    def _write(self) -> None:
+        """Write the checkpoint of parameters that are finite."""
         optimizer = self._whole_optimizer()
         if self._path is not None:
             arrays = {
@@ -485,8 +528,7 @@ class Host(AbstractContextManager["Host"]):
             params = arrays.pop("params")
             if layouts(params) != self._layout[1:]:
                 raise ValueError(f"the parameters are {layouts(params)}")
-            if not all(np.isfinite(param).all() for param in params):
-                raise ValueError("parameters are not finite")
+            _check_finite("parameters", params)
             check_range("version", state["version"], 0, 2**63)
             batch = [Message.parse(message) for message in arrays.pop("batch")]
             if any(message.numel != _numel(params) for message in batch):
@@ -497,6 +539,8 @@ class Host(AbstractContextManager["Host"]):
                 check_range("gradients", run.taken, 0, 2**63)
             if arrays.keys() != self._optimizer.state_dict().keys():
                 raise ValueError(f"the optimizer's state has {sorted(arrays)}")
+            if (velocity := arrays.get("velocity")) and layouts(velocity) != self._layout[1:]:
+                raise ValueError(f"the velocity is {layouts(velocity)}")
             self._optimizer.load_state_dict(arrays)
         except Mismatch:
             raise
@@ -508,7 +552,7 @@ class Host(AbstractContextManager["Host"]):
         return params
 
     def finish(self) -> None:
-        """Save, and tell workers and readers that the training has ended."""
+        """Save, and tell workers and readers that the training has ended; errors as of ``save``."""
         self.save()
         if self._model is not None:
             self._model.finish()
@@ -598,7 +642,7 @@ class Worker(AbstractContextManager["Worker"]):
             ``send`` and ``refresh``, and lack the small elements of changes.
         version: of ``params`` when the last call returned.
         is_finished: whether the host has ended the training.
-        refused: gradients that went back to the residual, because they were too old or followed one that was.
+        refused: gradients that went back to the residual: too old or too large for the host, or sent after such a one.
 
     Raises:
         TypeError, ValueError: an unsuitable argument.
@@ -632,9 +676,9 @@ class Worker(AbstractContextManager["Worker"]):
     ) -> None:
         check_range("in_flight", in_flight, 0, 2**20)
         check_node(node)
-        Encoder(0, threshold)
         self._given = [] if params is None else _listed(params)
-        layouts(self._given)
+        numel = sum(math.prod(shape) for _, shape in layouts(self._given))
+        Encoder(numel, threshold, keeps_residual=False)
         self.node = node
         self.name = name
         self.in_flight = in_flight
@@ -915,6 +959,16 @@ def _read_arrays(file: BinaryIO, nbytes: int) -> tuple[dict[str, Any], dict[str,
         data = bytearray(file.read(math.prod(shape) * dtype.itemsize))
         arrays[name].append(np.frombuffer(data, dtype).reshape(shape))
     return document, arrays
+
+
+def _check_finite(name: str, arrays: Arrays, error: type[Exception] = ValueError) -> None:
+    """Raise an error if an element is NaN or infinite."""
+    with np.errstate(
+        all="ignore"
+    ):  # a sum takes no memory; that of finite values may be too large, too
+        unclear = [array for array in arrays if not math.isfinite(array.sum())]
+    if count := sum(int((~np.isfinite(array)).sum()) for array in unclear):
+        raise error(f"{name}: {count} of {_numel(arrays)} elements are not finite")
 
 
 def _numel(arrays: Arrays) -> int:

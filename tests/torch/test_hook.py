@@ -32,6 +32,7 @@ pytestmark = pytest.mark.torch
 
 STEPS = 12
 THRESHOLD = 2.0**-1
+NO_SCALES = [0.0, -1.0, 1e-40, float("nan"), float("inf")]
 SMALL = 2  # the place of a parameter whose gradients are small
 
 
@@ -525,6 +526,44 @@ def test_a_state_of_another_format_is_refused() -> None:
         ThresholdState(parameters=()).load_state_dict({"format": 7})
 
 
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        *(({"scale": scale}, f"scale is {scale}, must be") for scale in NO_SCALES),
+        ({"scale": "1"}, "scale must be a number, got '1'"),
+        ({"step": -1}, "step must be 0 to .* got -1"),
+        ({"step": 1.5}, r"step must be an int, got 1\.5"),
+        ({"residuals": {"format": 7}}, "format 7"),
+        ({"threshold": 0.0}, r"parameter weights\.1 is not that of a hook.*got 0\.0"),
+        ({"step of it": -1}, r"parameter weights\.1 is not that of a hook.*got -1"),
+        ({"sizes": (3, 3)}, r"parameter weights\.1 is not .*elements of at most 3 of 3"),
+        ({"velocity": torch.zeros(3)}, r"parameter weights\.1 is not .*a velocity of 3 elements"),
+        ({"residual": torch.tensor([float("nan")])}, "weights.1 is not .*is not finite"),
+        ({"residual": None}, r"parameter weights\.1 is not that of a hook"),
+    ],
+    ids=str,
+)
+def test_a_state_that_cannot_be_used_is_refused_as_a_whole(
+    two_ranks: Ranks, change: dict[str, Any], complaint: str
+) -> None:
+    good, _ = two_ranks.run(state_of)
+    state = ThresholdState(parameters=Linear().named_parameters())
+    state.load_state_dict(good)
+    before = repr(state.state_dict())
+    wrong = {**copy.deepcopy(good), "step": 9, "scale": 9.0}
+    for key, value in change.items():
+        if key in wrong:
+            wrong[key] = value
+        else:
+            of_parameter = wrong["residuals"]["parameters"]["weights.1"]
+            of_parameter[key.removesuffix(" of it")] = value
+    with pytest.raises((TypeError, ValueError), match=complaint):
+        state.load_state_dict(wrong)
+    with pytest.raises(ValueError, match="state lacks residuals, scale, step"):
+        state.load_state_dict({"format": 1})
+    assert repr(state.state_dict()) == before
+
+
 def refusals(_: int) -> list[str]:
     class Signs(torch.optim.Optimizer):
         def __init__(self, params: Any) -> None:
@@ -614,6 +653,8 @@ def test_float32_gradients_in_host_memory_are_not_copied() -> None:
     [
         ({"warmup_steps": "1"}, "warmup_steps must be an int, got '1'"),
         ({"momentum": "0.9"}, "momentum must be a number, got '0.9'"),
+        ({"scaler": 5}, "scaler must be a GradScaler or None, got 5"),
+        ({"scaler": torch.amp.GradScaler}, "scaler must be a GradScaler or None, got <class"),
         ({"factor_masking": "no"}, "factor_masking must be True or False, got 'no'"),
     ],
 )

@@ -6,6 +6,7 @@
 import copy
 import datetime
 import logging
+import reprlib
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ..codec import Encoder
-from ..errors import MessageError, NonFiniteUpdate
+from ..errors import GradwireError, MessageError, NonFiniteUpdate
 from ..message import Message, apply, apply_many, parse_many
 from ..policy import (
     ResidualClip,
@@ -32,7 +33,7 @@ from ..policy import (
 from ..state import check_flag, check_format, check_range
 from .gather import Gather, Gathered
 from .judge import is_adaptive
-from .parameter_state import ParameterState, ParameterStates
+from .parameter_state import ParameterState, ParameterStates, scaled_threshold
 from .staging import Staging
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ _LOG = logging.getLogger(__name__)
 
 _STATE_FORMAT = 1
 _BACKENDS = "gloo", "nccl"
+# From here on the reciprocal, by which a scaler multiplies gradients, is a float32, too.
+_SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 class HookOptions(TypedDict, total=False):
@@ -87,6 +90,14 @@ class HookStats:
     encode_s: float = 0.0
     gather_s: float = 0.0
     apply_s: float = 0.0
+
+
+@dataclass
+class _LossScale:
+    """The scale that residuals and thresholds have, and whether it is that of this step's gradients."""
+
+    value: float = 1.0
+    is_followed: bool = True
 
 
 @dataclass
@@ -200,8 +211,14 @@ class ThresholdState:
             raise ValueError(f"momentum is {self.momentum}, must be in [0, 1)")
         if self.backend not in _BACKENDS:
             raise ValueError(f"backend is {self.backend!r}, must be one of {_BACKENDS}")
+        is_scaler = hasattr(self.scaler, "get_scale") and not isinstance(self.scaler, type)
+        if self.scaler is not None and not is_scaler:
+            raise TypeError(
+                f"scaler must be a GradScaler or None, got {reprlib.repr(self.scaler)}: for another change of units "
+                "call rescale(factor)"
+            )
         self._step = 0
-        self._scale = 1.0
+        self._scale = _LossScale()
         self._parameters = ParameterStates(parameters, self._make_encoder, self.momentum)
         self._gather: Gather | None = None
         self._worker: ThreadPoolExecutor | None = None
@@ -255,10 +272,10 @@ class ThresholdState:
             key=key,
             threads=self.threads,
         )
-        if self._scale != 1.0:
+        if self._scale.value != 1.0:
             # Policies refer to gradients without their loss scale.
-            state = encoder.state_dict()
-            encoder.load_state_dict({**state, "threshold": state["threshold"] * self._scale})
+            threshold = scaled_threshold(encoder.threshold, self._scale.value)
+            encoder.load_state_dict({**encoder.state_dict(), "threshold": threshold})
         return encoder
 
     def _policy_of(
@@ -301,12 +318,13 @@ class ThresholdState:
         Call this between steps, with the same factor on every rank.
 
         Raises:
-            ValueError: the factor is not positive and finite.
+            TypeError: the factor is not a number.
+            ValueError: it is not positive and finite, or a threshold or residual would be out of range; nothing has
+                changed.
         """
-        if not 0.0 < as_number("factor", factor) < float("inf"):
-            raise ValueError(f"factor is {factor}, must be positive and finite")
+        number = as_number("factor", factor)
         self._finish_warmup_step()
-        self._parameters.rescale(factor)
+        self._parameters.rescale(number)
 
     def expect(self, names: list[tuple[str, int]] | None) -> None:
         """Expect parameters of these names and sizes, as a copy does: the last one of the model first."""
@@ -321,7 +339,7 @@ class ThresholdState:
         return {
             "format": _STATE_FORMAT,
             "step": self._step,
-            "scale": self._scale,
+            "scale": self._scale.value,
             "residuals": self._parameters.state_dict(),
         }
 
@@ -329,12 +347,24 @@ class ThresholdState:
         """Continue from ``state``, whatever DDP's buckets are now.
 
         Raises:
-            ValueError: the state is of another format, or of another model.
+            ValueError: the state is of another format or of another model, or its step, its scale or a parameter's part
+                cannot be used; nothing has changed.
+            TypeError: it is no dict, or step or scale is of the wrong kind.
         """
         check_format(state, _STATE_FORMAT)
+        missing = {"step", "scale", "residuals"} - state.keys()
+        if missing:
+            raise ValueError(f"state lacks {', '.join(sorted(missing))}: it is not that of a hook")
+        step = check_range("step", state["step"], 0, 2**63 - 1)
+        scale = as_number("scale", state["scale"])
+        if not _SMALLEST_SCALE <= scale < float("inf"):
+            raise ValueError(
+                f"scale is {scale}, must be a loss scale, {_SMALLEST_SCALE:g} or more and finite: load another "
+                "checkpoint"
+            )
         self._parameters.load_state_dict(state["residuals"])
-        self._step = int(state["step"])
-        self._scale = float(state["scale"])
+        self._step = step
+        self._scale = _LossScale(scale)
 
     # ---- in DDP's thread --------------------------------------------------------------------------------------------
 
@@ -378,7 +408,7 @@ class ThresholdState:
             self._follow_scale()
         staging = Staging(buffer)
         states = self._parameters.of_bucket(bucket.parameters(), staging.memory.dtype)
-        for state, gradient in zip(states, _split(staging.fetch(), states), strict=True):
+        for state, gradient in zip(states, self._gradients(staging, states), strict=True):
             gradient.copy_(state.add_momentum(gradient))
         self._warmed += states
 
@@ -420,11 +450,16 @@ class ThresholdState:
                     self._stream.wait_event(job.ready)
                 self._exchange(job, gather)
             except BaseException as error:
-                self._fail(error)
+                self._fail(job, error)
 
     def _exchange(self, job: _Job, gather: Gather) -> None:
         if job.index == 0:
             self._begin_step()
+        if job.index != len(self._jobs):
+            # The others cannot be applied without it, and their residuals must not lose what was sent.
+            raise GradwireError(
+                f"bucket {job.index} of step {job.step} was not sent, because an earlier bucket of this step failed"
+            )
         self._jobs.append(job)
         begin_s = time.perf_counter()
         self._encode(job)
@@ -452,12 +487,37 @@ class ThresholdState:
         self._follow_scale()
 
     def _follow_scale(self) -> None:
-        """Give velocities and residuals the scale of the gradients that come now."""
-        if self.scaler is not None:
-            scale = float(self.scaler.get_scale())
-            if scale != self._scale:
-                self._parameters.rescale(scale / self._scale)
-                self._scale = scale
+        """Give velocities and residuals the scale of the gradients that come now.
+
+        A scaler halves its scale at every step of a training gone NaN, down to zero. What cannot follow stays as it is,
+        and the step is skipped, so that another scale finds everything as it was.
+        """
+        if self.scaler is None:
+            return
+        scale = float(self.scaler.get_scale())
+        was_followed = self._scale.is_followed
+        self._scale.is_followed = False
+        try:
+            if not _SMALLEST_SCALE <= scale < float("inf"):
+                raise ValueError(f"it must be {_SMALLEST_SCALE:g} or more, and finite")
+            if scale != self._scale.value:
+                self._parameters.rescale(scale / self._scale.value)
+        except ValueError as error:
+            if was_followed:
+                text = "the loss scale %g cannot be followed (%s), so steps are skipped: %s"
+                way_out = (
+                    "if the training is to go on, give the scaler another one by update(new_scale)"
+                )
+                _LOG.warning(text, scale, error, way_out)
+            return
+        self._scale = _LossScale(scale)
+
+    def _gradients(self, staging: Staging, states: list[ParameterState]) -> list[torch.Tensor]:
+        """Return each parameter's gradient; NaN, which skips the step everywhere, in a scale that is not followed."""
+        gradients = staging.fetch()
+        if not self._scale.is_followed:
+            gradients.fill_(float("nan"))
+        return _split(gradients, states)
 
     def _encode(self, job: _Job) -> None:
         """Encode every parameter of a bucket; an update that is not finite is reported and leaves None."""
@@ -465,7 +525,7 @@ class ThresholdState:
         updates: list[torch.Tensor] = []
         messages: list[Any] = []
         refused: NonFiniteUpdate | None = None
-        for state, gradient in zip(states, _split(job.staging.fetch(), states), strict=True):
+        for state, gradient in zip(states, self._gradients(job.staging, states), strict=True):
             updates.append(state.add_momentum(gradient))
             try:
                 messages.append(state.encoder.encode(updates[-1]))
@@ -525,9 +585,11 @@ class ThresholdState:
                 if message is not None:
                     state.mask_momentum(message)
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, failed: _Job, error: BaseException) -> None:
         """Fail all buckets of the step, and revert what was encoded."""
-        jobs = self._jobs
+        # The first bucket may have failed before it was noted: without a result its backward() would wait for ever.
+        jobs = [job for job in self._jobs if job is not failed]
+        jobs.append(failed)
         self._jobs = []
         # All residuals are whole again before the first future lets DDP raise, and the caller save a checkpoint.
         for job in jobs:

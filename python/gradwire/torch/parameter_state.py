@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -11,9 +12,10 @@ import torch
 
 from ..codec import Encoder
 from ..message import Message, apply
-from ..state import check_format
+from ..policy import round_threshold
+from ..state import EncoderState, check_format, check_range
 
-__all__ = ["ParameterState", "ParameterStates"]
+__all__ = ["ParameterState", "ParameterStates", "scaled_threshold"]
 
 _STATE_FORMAT = 2
 
@@ -72,6 +74,13 @@ class ParameterState:
             self.velocity.masked_fill_(sent != 0.0, 0.0)
         else:
             self.velocity.numpy()[message.entries()[0]] = 0.0
+
+    def check_rescale(self, factor: float) -> None:
+        """Raise `ValueError` if the threshold, the residual or the velocity cannot be multiplied."""
+        scaled_threshold(self.encoder.threshold, factor)
+        for values in (self._residual, self.velocity):
+            if values is not None and values.numel():
+                _check_product(values, factor)
 
     def rescale(self, factor: float) -> None:
         """Multiply residual, velocity and threshold."""
@@ -202,7 +211,20 @@ class ParameterStates:
         return [self._states[parameter] for parameter in parameters]
 
     def rescale(self, factor: float) -> None:
-        """Multiply all residuals, velocities and thresholds."""
+        """Multiply all residuals, velocities and thresholds.
+
+        Raises:
+            ValueError: the factor is not positive and finite, or a product is out of range; nothing has changed.
+        """
+        if not 0.0 < factor < math.inf:
+            raise ValueError(f"factor is {factor}, must be positive and finite")
+        for state in self._states.values():
+            state.check_rescale(factor)
+        for loaded in self._loaded.values():
+            scaled_threshold(loaded["threshold"], factor)
+            for values in (loaded["residual"], loaded["velocity"]):
+                if values is not None and values.numel():
+                    _check_product(values, factor)
         for state in self._states.values():
             state.rescale(factor)
         self._loaded = {name: _rescaled(state, factor) for name, state in self._loaded.items()}
@@ -218,9 +240,12 @@ class ParameterStates:
         """Continue from a checkpoint; a parameter's part is loaded when a bucket next brings the parameter.
 
         Raises:
-            ValueError: the state is of another format, or of another model.
+            ValueError: the state is of another format or of another model, or no training goes on from it; nothing has
+                changed.
         """
         check_format(state, _STATE_FORMAT)
+        for name, loaded in state["parameters"].items():
+            _check_loaded(name, loaded)
         if self._is_named and not self._expected:
             self._check_known(state["parameters"])
         self._loaded = dict(state["parameters"])
@@ -269,7 +294,57 @@ class ParameterStates:
         return state
 
 
+def scaled_threshold(threshold: float, factor: float) -> float:
+    """Return a threshold in other units; raise `ValueError` if it is none there."""
+    try:
+        round_threshold(threshold * factor)
+    except ValueError:
+        raise ValueError(
+            f"threshold {threshold:g} times {factor:g} is {threshold * factor:g}, out of the range of thresholds, "
+            "1e-40 ... 3e38: use another loss scale or factor"
+        ) from None
+    return threshold * factor
+
+
+def _check_product(values: torch.Tensor, factor: float) -> None:
+    """Refuse a factor with which a finite value becomes infinite."""
+    largest = float(torch.linalg.vector_norm(values, math.inf)) if factor > 1.0 else 0.0
+    if largest * factor > torch.finfo(values.dtype).max:
+        raise ValueError(
+            f"a residual or velocity of {largest:g} times {factor:g} overflows {values.dtype}: use another loss scale "
+            "or factor"
+        )
+
+
+def _check_loaded(name: str, state: dict[str, Any]) -> None:
+    """Refuse what cannot be the state of a parameter of any size, before it replaces another."""
+    try:
+        residual = state["residual"].cpu().numpy()
+        plain = {**Encoder(0).state_dict(), **{key: state[key] for key in _PLAIN}}
+        EncoderState.of({**plain, "residual": residual}, residual.size, str(residual.dtype))
+        for size in state["sizes"]:
+            check_range("sizes", size, 0, 2**63 - 1)
+        numel, largest = state["sizes"]
+        if not residual.size <= largest <= numel:
+            raise ValueError(f"{residual.size} elements of at most {largest} of {numel}")
+        velocity = state["velocity"]
+        if velocity is not None and velocity.shape != state["residual"].shape:
+            raise ValueError(f"a velocity of {velocity.numel()} elements for {residual.size}")
+        if not all(
+            bool(v.isfinite().all()) for v in (state["residual"], velocity) if v is not None
+        ):
+            raise ValueError("its residual or velocity is not finite")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"the state of parameter {name} is not that of a hook, load another checkpoint: {error!r}"
+        ) from error
+
+
 def _rescaled(state: dict[str, Any], factor: float) -> dict[str, Any]:
     """Return one parameter's state with residual, velocity and threshold multiplied."""
-    scaled = [name for name in ("residual", "velocity", "threshold") if state[name] is not None]
-    return {**state, **{name: state[name] * factor for name in scaled}}
+    scaled = {"threshold": scaled_threshold(state["threshold"], factor)}
+    for name in ("residual", "velocity"):
+        if (values := state[name]) is not None:
+            # A float32 has no room for the factor from a very small loss scale to a usual one.
+            scaled[name] = values.double().mul_(factor).to(values.dtype)
+    return {**state, **scaled}
