@@ -269,7 +269,7 @@ def test_a_velocity_of_another_size_is_refused(cluster: Cluster, tmp_path: Path)
     assert descent.state_dict() == {"velocity": []}
 
 
-# ---- a gradient that is finite, and a step with it not -----------------------------------------------------------------
+# ---- a gradient that is finite, and a step with it not ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dense", [False, True], ids=["threshold", "dense"])

@@ -158,7 +158,8 @@ def test_an_error_at_the_start_of_a_step_ends_its_backward_pass(
 def first_threshold_out_of_range(rank: int) -> None:
     scaler = Scaler()
     scaler.scale = 2e-38
-    training(scaler, threshold=1e-3)[1](inputs(rank, 0)).backward()
+    _, ddp, _ = training(scaler, threshold=1e-3)
+    ddp(inputs(rank, 0)).backward()
 
 
 def test_a_first_threshold_that_no_scale_allows_is_an_error(two_ranks: Ranks) -> None:
@@ -189,7 +190,7 @@ def test_a_factor_out_of_range_changes_nothing(two_ranks: Ranks, options: Any) -
         assert all("factor" in text for text in texts)
 
 
-def test_a_factor_that_a_float32_has_no_room_for_is_followed(two_ranks: Ranks) -> None:
+def test_a_factor_that_is_no_float32_is_followed(two_ranks: Ranks) -> None:
     assert two_ranks.run(down_and_up) == [True, True]
 
 

@@ -345,6 +345,6 @@ def _rescaled(state: dict[str, Any], factor: float) -> dict[str, Any]:
     scaled = {"threshold": scaled_threshold(state["threshold"], factor)}
     for name in ("residual", "velocity"):
         if (values := state[name]) is not None:
-            # A float32 has no room for the factor from a very small loss scale to a usual one.
+            # No float32 is as large as the factor from a very small loss scale to a usual one.
             scaled[name] = values.double().mul_(factor).to(values.dtype)
     return {**state, **scaled}
