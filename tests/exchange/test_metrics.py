@@ -121,6 +121,35 @@ def test_a_large_share_is_warned_of_once(
     )
 
 
+@pytest.mark.parametrize("every", [1, 4, 8])
+@pytest.mark.parametrize(("usual_s", "warnings"), [(0.0, 0), (1.0, 1)])
+def test_one_long_wait_is_neither_a_slow_link_nor_hides_one(
+    every: int,
+    usual_s: float,
+    warnings: int,
+    node: gw.Node,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    moving = Clock()
+    monkeypatch.setattr(clock, "now_s", moving)
+    share = gw.Exchange(gw.Encoder(4, 0.5), node, min_peers=0, every=every)
+    # A member is gone in one step, and this node evaluates before another.
+    waits_s = {16: 10.0}
+    computes_s = {18: 50.0}
+
+    def wait_for_room(*_: object) -> float:
+        moving.now_s += waits_s.get(share.stats.steps * every, usual_s * every)
+        return 1.0
+
+    monkeypatch.setattr(share._step, "_wait_for_room", wait_for_room)
+    for number in range(40):
+        moving.now_s += computes_s.get(number, 0.2)
+        step(share)
+    taken = [text for text in caplog.messages if text.startswith("gradwire takes")]
+    assert len(taken) == warnings
+
+
 def test_a_listener_logs_every_so_many_steps(
     share: gw.Exchange, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -281,6 +310,34 @@ def test_a_threshold_that_sends_everything_is_blamed_only_where_it_was_given(
     [text] = caplog.messages
     assert says in text
     assert ("too small" in text) is isinstance(policy, gw.FixedThreshold)
+
+
+@pytest.mark.parametrize(
+    ("density", "says"),
+    [(0.2, "twice as high: 0.4"), (0.5, "give a larger one"), (0.999, "give a larger one")],
+)
+def test_a_growing_residual_is_never_given_a_density_of_1(
+    density: float, says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    norms = iter(2.0**number for number in range(100))
+    monitor = ResidualMonitor(lambda _numel: [np.array([next(norms)])])
+    groups = gw.Groups([gw.exchange.Group(gw.Encoder(4, 0.5))])
+    for number in range(200):
+        monitor.add(gw.StepResult(step=number, density=density, threshold=0.5), groups)
+    [text] = caplog.messages
+    assert says in text
+
+
+def test_updates_far_above_the_threshold_get_one_remedy(
+    share: gw.Exchange, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(clock, "now_s", lambda: 0.0)
+    for _ in range(60):
+        step(share, 5.0)
+    [text] = [
+        text for text in caplog.messages if "residual has grown" in text or "sent for" in text
+    ]
+    assert text.startswith("every element has been sent for 50 steps")
 
 
 def test_waiting_for_space_counts_as_waiting(

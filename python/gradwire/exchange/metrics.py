@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,9 +45,12 @@ _LOG = logging.getLogger(__name__)
 Listener: TypeAlias = Callable[[StepResult, ExchangeStats], None]
 Residuals: TypeAlias = Callable[[int], Iterable[NDArray[Any]]]
 
-# The first steps wait for peers that still load; the share of gradwire is that of the steps that follow.
+# The first steps wait for peers that still load; the share of gradwire is that of the steps that follow. They are taken
+# in rounds, each an exchange with the local steps before it. The longest quarter of the rounds does not count: a member
+# that is lost, stops for a while or evaluates makes all others wait once, which says nothing about the network.
 _WARMUP_STEPS = 10
 _JUDGED_STEPS = 20
+_JUDGED_ROUNDS = 3
 _SHARE_MAX = 1.0 / 3.0
 # Of the local steps: with more the loss rises by more than 1 % (docs/algorithm.md).
 _OVERLAP_SHARE = 0.25
@@ -77,6 +80,25 @@ _PER_PEER = ("srtt_s", "rate_bytes_per_s", "loss_rate", "backlog_records")
 # ---- warnings --------------------------------------------------------------------------------------------------------
 
 
+class _Times(NamedTuple):
+    """Times of a few steps: of all of it, which comes first for sorting, of gradwire, and of two parts of that."""
+
+    whole_s: float
+    ours_s: float
+    encode_s: float
+    apply_s: float
+
+    @classmethod
+    def of(cls, results: list[StepResult]) -> _Times:
+        """Return the sums of the times of some results."""
+        return cls(
+            sum(result.step_s for result in results),
+            sum(result.step_s - result.compute_s for result in results),
+            sum(result.encode_s for result in results),
+            sum(result.apply_s for result in results),
+        )
+
+
 class Meter:
     """Measures whole steps, the caller's time between them included, watches the residual, and calls the listeners.
 
@@ -102,7 +124,9 @@ class Meter:
         self._residual_monitor = ResidualMonitor(residuals)
         self._returned_s: float | None = None
         self._results = 0
-        self._warm: ExchangeStats  # after the first steps
+        self._round: list[StepResult] = []
+        self._rounds: list[_Times] = []
+        self._has_judged = False
 
     def time(self, take: Callable[..., StepResult], *arguments: Any) -> StepResult:
         """Take a step and return its result with the times filled in."""
@@ -122,20 +146,28 @@ class Meter:
         self.slowest = result.slowest
         if self._options.codec == "threshold" and not result.is_local:
             self._residual_monitor.add(result, self._groups)
-        self._results += 1
-        if self._results == _WARMUP_STEPS:
-            self._warm = stats
-        elif self._results == _WARMUP_STEPS + _JUDGED_STEPS:
-            self._judge(stats)
+        if not self._has_judged:
+            self._note_times(result)
         for listener in self.listeners:
             listener(result, stats)
 
-    def _judge(self, stats: ExchangeStats) -> None:
-        warm = self._warm
-        whole_s = stats.step_s - warm.step_s
-        encode_s = stats.encode_s - warm.encode_s
-        apply_s = stats.apply_s - warm.apply_s
-        ours_s = whole_s - (stats.compute_s - warm.compute_s)
+    def _note_times(self, result: StepResult) -> None:
+        self._results += 1
+        if self._results <= _WARMUP_STEPS:
+            return
+        self._round.append(result)
+        if not result.is_local:
+            self._rounds.append(_Times.of(self._round))
+            self._round = []
+        steps = self._results - _WARMUP_STEPS
+        if steps >= _JUDGED_STEPS and len(self._rounds) >= _JUDGED_ROUNDS:
+            self._has_judged = True
+            self._judge(sorted(self._rounds))
+            self._rounds.clear()
+
+    def _judge(self, rounds: list[_Times]) -> None:
+        usual = rounds[: len(rounds) * 3 // 4]
+        whole_s, ours_s, encode_s, apply_s = map(sum, zip(*usual, strict=True))
         if ours_s <= _SHARE_MAX * whole_s:
             return
         wait_s = ours_s - encode_s - apply_s
@@ -199,13 +231,23 @@ class ResidualMonitor:
         self._grown_checks = self._grown_checks + 1 if has_grown else 0
         self._norm = norm
         if self._grown_checks == _CHECKS:
-            _LOG.warning(
-                "the residual has grown for %d steps, at a density of %.2g: too little is sent; give a higher "
-                "density (twice as high: %.2g), or a smaller threshold",
-                _CHECK_STEPS * _CHECKS,
-                result.density,
-                2.0 * result.density,
-            )
+            self._warn_of_growth(result)
+
+    def _warn_of_growth(self, result: StepResult) -> None:
+        if self._full_steps >= _CHECK_STEPS * _CHECKS:
+            return  # every element is sent, of which there is a warning with a remedy already
+        higher = 2.0 * result.density
+        # A sent element carries the threshold: where most are sent, a larger threshold sends more, not a smaller one.
+        _LOG.warning(
+            "the residual has grown for %d steps, at a density of %.2g and a threshold of %g: too little is sent; %s",
+            _CHECK_STEPS * _CHECKS,
+            result.density,
+            result.threshold,
+            f"give a higher density (twice as high: {higher:.2g}), or a smaller threshold"
+            if higher < 1.0
+            else 'the threshold is too small for these updates: give a larger one, or codec="bfloat16", which sends '
+            "them whole",
+        )
 
 
 # ---- figures ---------------------------------------------------------------------------------------------------------
