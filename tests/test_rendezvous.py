@@ -50,7 +50,14 @@ SLURM = {
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """An environment without any launcher, but with a secret."""
-    for name in [*TORCHRUN, *SLURM, rendezvous.BIND, rendezvous.PEERS, rendezvous.MIN_PEERS]:
+    for name in [
+        *TORCHRUN,
+        *SLURM,
+        "SLURM_NPROCS",
+        rendezvous.BIND,
+        rendezvous.PEERS,
+        rendezvous.MIN_PEERS,
+    ]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("GRADWIRE_SECRET", SECRET)
     return monkeypatch
@@ -170,6 +177,8 @@ def test_a_variable_that_is_no_number_is_named(variables: dict[str, str], match:
         ({"WORLD_SIZE": "4", "MASTER_ADDR": "host0"}, "WORLD_SIZE is 4, but RANK is not set"),
         ({"PMI_RANK": "1"}, "PMI_RANK is 1, but PMI_SIZE is not set"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE is 2, but OMPI_COMM_WORLD_RANK"),
+        ({"SLURM_PROCID": "1"}, "SLURM_PROCID is 1, but SLURM_NTASKS is not set: .* srun"),
+        ({"SLURM_NPROCS": "2"}, "SLURM_NPROCS is 2, but SLURM_PROCID is not set"),
         ({**TORCHRUN, "RANK": "8"}, "torchrun: rank 8 of 8 processes: ranks are 0 to 7"),
         ({**TORCHRUN, "LOCAL_RANK": "2"}, "local rank 2 of 2 processes on this machine"),
         ({**TORCHRUN, "LOCAL_WORLD_SIZE": "16"}, "16 processes on this machine, but 8 in all"),
@@ -211,6 +220,11 @@ def test_a_launcher_that_is_not_read_is_named_before_a_training_alone(
         {},
         {"WORLD_SIZE": "1"},
         {"SM_HOSTS": '["algo-1"]'},
+        {"SLURM_PROCID": "0"},  # a batch script that asks for no number of tasks
+        {"SLURM_NTASKS": "1"},
+        {"WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"},
+        {"GRADWIRE_PEERS": ",", "GRADWIRE_MIN_PEERS": "0"},
+        {**TORCHRUN, "GRADWIRE_PEERS": ""},
         {"RANK": "7", "GRADWIRE_PEERS": "10.1.1.7:40123"},  # of something else
         {"WORLD_SIZE": "5", **SLURM},  # a batch script that sets torch's names but the rank
         {**TORCHRUN, "LOCAL_WORLD_SIZE": "1"},  # Azure ML leaves it out
@@ -218,6 +232,67 @@ def test_a_launcher_that_is_not_read_is_named_before_a_training_alone(
 )
 def test_what_says_enough_is_no_error(variables: dict[str, str]) -> None:
     assert placement(variables).hint == ""
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        (
+            {rendezvous.PEERS: ""},
+            r"GRADWIRE_PEERS is '', without an address, .*GRADWIRE_MIN_PEERS=0",
+        ),
+        ({rendezvous.PEERS: " , "}, "GRADWIRE_PEERS is ' , ', without an address"),
+        ({rendezvous.PEERS: ",", "RANK": "1"}, "GRADWIRE_PEERS is ',', without an address"),
+        (
+            {"MASTER_ADDR": "host0", "MASTER_PORT": "29500"},
+            "MASTER_ADDR is host0, but RANK and WORLD_SIZE are not set",
+        ),
+    ],
+)
+def test_what_a_launcher_has_left_is_named_before_a_training_alone(
+    variables: dict[str, str],
+    says: str,
+    environment: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert placement(variables).expected_peers() == 0
+    for name, value in variables.items():
+        environment.setenv(name, value)
+    with gw.share(np.zeros(8, np.float32)):
+        [text] = [message for message in caplog.messages if "trains alone" in message]
+    assert re.search(says, text)
+
+
+def test_slurm_s_older_name_of_the_number_of_tasks_is_read() -> None:
+    older = {**SLURM, "SLURM_NPROCS": SLURM["SLURM_NTASKS"]}
+    assert placement(older) == placement(SLURM)
+    del older["SLURM_NTASKS"]
+    assert placement(older) == placement(SLURM)
+    shell = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_NPROCS": "4", "SLURM_PTY_PORT": "1"}
+    assert "`unset SLURM_PROCID SLURM_NTASKS SLURM_NPROCS`" in placement(shell).hint
+
+
+@pytest.mark.parametrize(
+    "host", ["http://127.0.0.1", "127.0.0.1:29998", "[fd00::1]", "host 0", "fd00::x"]
+)
+def test_an_address_of_rank_0_that_can_be_none_is_refused_at_once(host: str) -> None:
+    with pytest.raises(ValueError, match=rf"MASTER_ADDR is '{re.escape(host)}', must be a name"):
+        placement({**WORKER, "MASTER_ADDR": host})
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1 ", "my_host-0.example.", "fe80::1%eth0", "fd00::1"])
+def test_an_address_of_rank_0_may_have_blanks_around_it(host: str) -> None:
+    [peer] = placement({**WORKER, "MASTER_ADDR": host}).node_options()["peers"]
+    assert rendezvous.parse_address(peer) == (host.strip(), 29500)
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_port_of_the_system_s_choice_is_refused_on_every_rank(rank: str) -> None:
+    variables = {**WORKER, "RANK": rank, "MASTER_PORT": "0"}
+    with pytest.raises(ValueError, match=r"MASTER_PORT is 0, .* from 1 to 65535"):
+        placement(variables).node_options()
+    own = {rendezvous.PEERS: "10.1.1.7:40123"}
+    assert placement({**variables, **own}).node_options()["peers"] == ("10.1.1.7:40123",)
 
 
 def test_a_node_without_a_launcher_is_alone_and_needs_no_secret(
@@ -232,7 +307,7 @@ def test_a_node_without_a_launcher_is_alone_and_needs_no_secret(
 def test_a_run_of_several_nodes_never_goes_on_alone_and_names_who_is_missing(
     environment: pytest.MonkeyPatch,
 ) -> None:
-    for name, value in {**TORCHRUN, "RANK": "0", "WORLD_SIZE": "3", "MASTER_PORT": "0"}.items():
+    for name, value in {**TORCHRUN, "RANK": "0", "WORLD_SIZE": "3"}.items():
         environment.setenv(name, value)
     with gw.Node.from_env(bind="127.0.0.1:0") as node:
         assert repr(node).startswith("<gradwire.Node rank 0 at 127.0.0.1:")

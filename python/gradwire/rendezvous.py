@@ -38,11 +38,15 @@ _NAME_PAUSE_S = 0.5
 # SLURM's step of the shell that salloc gives, as a name and as its number.
 _INTERACTIVE_STEPS = ("interactive", "4294967290")
 
-# A process's rank and the number of processes: one of the two alone says that something is missing.
+# The number of processes, by the names that SLURM's versions give it.
+_SLURM_SIZES = ("SLURM_NTASKS", "SLURM_NPROCS")
+
+# A process's rank and the number of processes, by its names: one of the two alone says that something is missing.
 _PAIRS = (
     ("RANK", "WORLD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("PMI_RANK", "PMI_SIZE"),
+    ("SLURM_PROCID", *_SLURM_SIZES),
 )
 
 # Variables of launchers that do not tell where the other processes are: PMIx, Flux, PALS, MVAPICH2, JSM.
@@ -119,6 +123,11 @@ class Placement:
                 "MASTER_PORT to the address of rank 0"
             )
         host, port = parse_address(self.seed)
+        if not port:
+            raise ValueError(
+                "MASTER_PORT is 0, a port of the system's choice, at which no other node can find rank 0: set it to the "
+                "same number from 1 to 65535 in every process"
+            )
         wildcard = "[::]" if ":" in host else "0.0.0.0"  # noqa: S104
         if self.rank != 0:
             return {"bind": self.bind or f"{wildcard}:0", "peers": (self.seed,), **options}
@@ -230,11 +239,10 @@ def placement(environ: Mapping[str, str] | None = None) -> Placement:
         or _alone(variables)
     )
     _check(launched)
-    peers = variables.get(PEERS)
     options = {
         **vars(launched),
         "bind": variables.get(BIND) or None,
-        "peers": tuple(filter(None, re.split(r"[,\s]+", peers or ""))) or None,
+        "peers": _addresses(variables) or None,
         "min_peers": _number(variables, MIN_PEERS) if variables.get(MIN_PEERS) else None,
     }
     return Placement(**options)
@@ -311,7 +319,8 @@ def _mpi(variables: Mapping[str, str]) -> Placement | None:
 
 def _slurm(variables: Mapping[str, str]) -> Placement | None:
     """SLURM's srun."""
-    if "SLURM_PROCID" not in variables or "SLURM_NTASKS" not in variables:
+    sizes = [name for name in _SLURM_SIZES if name in variables]
+    if "SLURM_PROCID" not in variables or not sizes:
         return None
     run = f"SLURM {variables.get('SLURM_JOB_ID', '')}.{variables.get('SLURM_STEP_ID', '')}"
     hosts = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST", "")
@@ -319,14 +328,14 @@ def _slurm(variables: Mapping[str, str]) -> Placement | None:
     tasks = variables.get("SLURM_STEP_TASKS_PER_NODE") or variables.get("SLURM_TASKS_PER_NODE", "")
     counts = _task_counts(tasks)
     machine = _number(variables, "SLURM_NODEID", 0)
-    size = _number(variables, "SLURM_NTASKS")
+    size = _number(variables, sizes[0])
     hint = ""
     # A shell has the variables of its job's first task, though nobody has started the others.
     is_interactive = variables.get("SLURM_STEP_ID", "") in _INTERACTIVE_STEPS
     if size > 1 and (is_interactive or any(name.startswith("SLURM_PTY_") for name in variables)):
         hint = (
             f"SLURM says that this is one of {size} tasks, but this is an interactive shell: start the script with "
-            "srun, or run `unset SLURM_PROCID SLURM_NTASKS` to train alone"
+            f"srun, or run `unset SLURM_PROCID {' '.join(sizes)}` to train alone"
         )
     return Placement(
         "SLURM",
@@ -364,27 +373,55 @@ def _kubernetes(variables: Mapping[str, str]) -> Placement | None:
 
 def _alone(variables: Mapping[str, str]) -> Placement:
     """No launcher whose variables are complete. What is left of one must not make a training alone unnoticed."""
+    hint = _blank_peers(variables)
     if any(variables.get(name) for name in (PEERS, BIND, MIN_PEERS)):
-        return Placement()
-    for pair in _PAIRS:
-        given = [name for name in pair if name in variables]
-        if len(given) == 1 and (given[0] == pair[0] or _number(variables, pair[1]) != 1):
-            [name] = given
-            [missing] = set(pair) - {name}
+        return Placement(hint=hint)
+    for rank, *sizes in _PAIRS:
+        size = next((name for name in sizes if name in variables), "")
+        if rank in variables and not size:
+            name, missing = rank, sizes[0]
+            # A batch script of SLURM is task 0, and has a number of tasks only if it asks for one.
+            is_alone = name == "SLURM_PROCID" and variables[name] == "0"
+        elif size and rank not in variables:
+            name, missing = size, rank
+            is_alone = _number(variables, size) == 1
+        else:
+            continue
+        if not is_alone:
+            start = "start the script with srun" if "SLURM" in name else "set it in every process"
             raise ValueError(
-                f"{name} is {variables[name]}, but {missing} is not set: set it in every process, or unset {name} to "
-                "train alone"
+                f"{name} is {variables[name]}, but {missing} is not set: {start}, or unset {name} to train alone"
             )
+    return Placement(hint=_leftover(variables) or hint)
+
+
+def _blank_peers(variables: Mapping[str, str]) -> str:
+    """Return what to set if GRADWIRE_PEERS is there without an address, as from an empty variable of a script."""
+    if PEERS not in variables or _addresses(variables) or variables.get(MIN_PEERS):
+        return ""
+    return (
+        f"{PEERS} is {variables[PEERS]!r}, without an address, so this process trains alone: set it to the "
+        f'"host:port" of another node; if alone is meant, unset it or set {MIN_PEERS}=0'
+    )
+
+
+def _leftover(variables: Mapping[str, str]) -> str:
+    """Return what says, without a rank or an address, that this process may not be meant to train alone."""
     ranks = [name for name in _OTHER_RANKS if name in variables]
     if variables.get("SM_HOSTS", "").count(",") > 0:
         ranks.append("SM_HOSTS")  # SageMaker's list of all hosts
-    if not ranks:
-        return Placement()
-    return Placement(
-        hint=f"{ranks[0]} says that this process may be one of several, but not where the others are, so it trains "
-        "alone: start the script with torchrun (SageMaker: distribution=torch_distributed), or set RANK, WORLD_SIZE, "
-        "MASTER_ADDR and MASTER_PORT"
-    )
+    if ranks:
+        return (
+            f"{ranks[0]} says that this process may be one of several, but not where the others are, so it trains "
+            "alone: start the script with torchrun (SageMaker: distribution=torch_distributed), or set RANK, "
+            "WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+        )
+    if variables.get("MASTER_ADDR", "").strip() and "WORLD_SIZE" not in variables:
+        return (
+            f"MASTER_ADDR is {variables['MASTER_ADDR']}, but RANK and WORLD_SIZE are not set, so this process trains "
+            "alone: set them in every process (torchrun does), or unset MASTER_ADDR if that is meant"
+        )
+    return ""
 
 
 def _check(place: Placement) -> None:
@@ -414,10 +451,28 @@ def _check(place: Placement) -> None:
 
 def _seed(variables: Mapping[str, str]) -> str:
     """Return the address of rank 0, from MASTER_ADDR and MASTER_PORT."""
-    host = variables.get("MASTER_ADDR", "")
+    host = variables.get("MASTER_ADDR", "").strip()
     if not host or not variables.get("MASTER_PORT"):
         return ""
+    # A name that cannot exist would be taken for one that is not known yet, and waited for.
+    if not re.fullmatch(r"[\w.-]+", host) and not _is_ipv6(host):
+        raise ValueError(
+            f"the environment variable MASTER_ADDR is {host!r}, must be a name or an IP address without brackets, "
+            "scheme or port: the port goes into MASTER_PORT"
+        )
     return format_address((host, _number(variables, "MASTER_PORT")))
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        socket.inet_pton(socket.AF_INET6, host.partition("%")[0])
+    except OSError:
+        return False
+    return True
+
+
+def _addresses(variables: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(filter(None, re.split(r"[,\s]+", variables.get(PEERS, ""))))
 
 
 def _port_of(run: str) -> int:
