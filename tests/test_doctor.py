@@ -48,6 +48,8 @@ SOCKET = SocketStats(
 def _secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRADWIRE_SECRET", SECRET_TEXT)
     monkeypatch.delenv("GRADWIRE_SECRET_FILE", raising=False)
+    for name in ("RANK", "WORLD_SIZE", "GRADWIRE_PEERS", "GRADWIRE_BIND", "GRADWIRE_MIN_PEERS"):
+        monkeypatch.delenv(name, raising=False)
 
 
 # --- verdicts ---------------------------------------------------------------------------------------------------------
@@ -154,6 +156,53 @@ def test_the_address_comes_with_the_reason_for_it(monkeypatch: pytest.MonkeyPatc
     assert says("0.0.0.0:0", None, "127.0.0.1:1") == "127.0.0.1: on the route to 127.0.0.1:1"
     monkeypatch.setenv("GRADWIRE_IP", "127.0.0.1")
     assert says("0.0.0.0:0", None, None) == "127.0.0.1: GRADWIRE_IP is 127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("variables", "verdict", "says"),
+    [
+        ({}, "n/a", "no variables"),
+        (
+            {
+                "RANK": "3",
+                "WORLD_SIZE": "8",
+                "LOCAL_RANK": "1",
+                "LOCAL_WORLD_SIZE": "2",
+                "MASTER_ADDR": "host0",
+                "MASTER_PORT": "29500",
+            },
+            "ok",
+            "RANK and WORLD_SIZE: rank 3 of 8; local rank 1 of 2; binds 0.0.0.0:0; peers host0:29500; "
+            "waits for 3 other nodes",
+        ),
+        (
+            {"GRADWIRE_PEERS": "10.1.1.7:1"},
+            "ok",
+            "binds 0.0.0.0:0; peers 10.1.1.7:1; waits for 1 other node",
+        ),
+        ({"RANK": "1"}, "FAIL", "RANK is 1, but WORLD_SIZE is not set"),
+        ({"SLURM_PROCID": "1"}, "FAIL", "SLURM_NTASKS is not set"),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "FAIL", "not where"),
+        ({"GRADWIRE_PEERS": ""}, "FAIL", "trains alone"),
+    ],
+)
+def test_the_place_in_a_run_is_what_a_training_would_take(
+    variables: dict[str, str], verdict: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    check = machine.check_launcher()
+    assert check.verdict == verdict
+    assert says in check.says
+
+
+def test_the_address_is_not_that_of_a_route_to_an_unknown_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("GRADWIRE_IP", raising=False)
+    address, port = machine.check_binding("0.0.0.0:0", None, "nohost.invalid:1")
+    assert (address.verdict, port.verdict) == ("n/a", "ok")
+    assert "address 'nohost.invalid:1' cannot be resolved" in address.says
 
 
 def test_a_port_in_use_and_an_impossible_mask_are_found() -> None:
@@ -300,6 +349,24 @@ def test_without_a_peer_the_doctor_looks_at_this_machine_only(
     for name in ("instruction set", "encryption", "secret", "socket buffers", "GSO, GRO", "clock"):
         assert any(name + ":" in line for line in lines)
     assert lines[-1] == "all is well" or lines[-1].startswith("works; costs speed: ")
+
+
+def test_a_launcher_s_leftovers_end_with_status_1_and_the_link_is_tested_all_the_same(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert main(["doctor", "--bind", "127.0.0.1:0"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "does not work: launcher"
+    monkeypatch.setattr(link, "CONNECT_S", 0.1)
+    assert main(["doctor", "127.0.0.1:1"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "does not work: launcher, peer"
+
+
+def test_port_0_of_a_peer_is_nothing_to_connect_to(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "127.0.0.1:0"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "nothing can be reached at port 0" in captured.err
 
 
 def test_a_peer_without_a_secret_ends_with_status_1_and_the_command_that_makes_one(

@@ -125,8 +125,8 @@ class Placement:
         host, port = parse_address(self.seed)
         if not port:
             raise ValueError(
-                "MASTER_PORT is 0, a port of the system's choice, at which no other node can find rank 0: set it to the "
-                "same number from 1 to 65535 in every process"
+                "MASTER_PORT is 0, a port of the system's choice, at which no other node can find rank 0: set it to "
+                "the same number from 1 to 65535 in every process"
             )
         wildcard = "[::]" if ":" in host else "0.0.0.0"  # noqa: S104
         if self.rank != 0:

@@ -14,7 +14,7 @@ from typing import Final, Literal
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 import gradwire as gw
-from gradwire import _core, shared_memory
+from gradwire import _core, rendezvous, shared_memory
 from gradwire.shared_memory import Usage
 from gradwire.transport import Node, SocketStats, addressing, generate_secret, parse_secret
 from gradwire.transport.secret import environment_secret, fingerprint
@@ -29,6 +29,7 @@ SHARED_MEMORY_MIN_BYTES: Final = (
     1 << 28
 )  # Docker gives 64 MB, enough for two workers of 3 million parameters
 WALL_CLOCK_MIN_S: Final = 1_700_000_000.0
+LAUNCHER: Final = "launcher"
 REMEDY: Final = (
     'export GRADWIRE_SECRET="$(gradwire secret)"   # once; then the same on every machine'
 )
@@ -60,10 +61,14 @@ def check(bind: str, mask: str | None, peer: str | None, *, needs_secret: bool) 
     """Yield the checks of a node that is to bind an address, and to reach a peer if there is one.
 
     Raises:
-        ValueError: ``bind`` or ``peer`` is not an address.
+        ValueError: ``bind`` or ``peer`` is not an address, or ``peer`` has no port to connect to.
     """
-    for text in filter(None, (bind, peer)):
-        addressing.parse_address(text)
+    addressing.parse_address(bind)
+    if peer and not addressing.parse_address(peer)[1]:
+        raise ValueError(
+            f"address {peer!r}: nothing can be reached at port 0: give the port of `gradwire doctor --serve`, from 1 "
+            "to 65535"
+        )
     try:
         yield check_instruction_set(_core.isa(), gw.backends())
     except gw.BackendUnavailable as error:
@@ -75,6 +80,7 @@ def check(bind: str, mask: str | None, peer: str | None, *, needs_secret: bool) 
     if shared_memory.FOLDER.is_dir():
         yield check_shared_memory(shared_memory.usage(), shutil.disk_usage(shared_memory.FOLDER))
     yield check_clock(time.time())
+    yield check_launcher()
 
 
 def check_instruction_set(name: str, usable: Sequence[str]) -> Check:
@@ -124,6 +130,13 @@ def check_binding(bind: str, mask: str | None, peer: str | None) -> Iterator[Che
         helps = ("ip -brief address", "give another --mask, or --bind with one of these addresses")
         yield Check("address", "FAIL", str(error), helps)
         return
+    if peer and rule == "route":
+        try:
+            addressing.resolve(peer, like=chosen)
+        except ValueError as error:
+            yield Check("address", "n/a", f"no route can be looked up: {error}")
+            yield check_port(chosen)
+            return
     route = f"on the route to {peer}" if peer else "for other machines give --mask or GRADWIRE_IP"
     why = {
         "bind": f"given by --bind {bind}",
@@ -219,3 +232,29 @@ def check_clock(wall_s: float) -> Check:
         return Check("clock", "ok", "plausible")
     says = "years late: a node that restarts would not count as newer than its earlier run"
     return Check("clock", "FAIL", says, ("sudo timedatectl set-ntp true",))
+
+
+def check_launcher() -> Check:
+    """Check what the launcher's variables and gradwire's own say to a training that would start here."""
+    try:
+        place = rendezvous.placement()
+        per_machine = place.local_size > 1  # as `share` does: a team has one node
+        options = place.node_options(per_machine=per_machine)
+    except ValueError as error:
+        return Check(LAUNCHER, "FAIL", str(error))
+    if place.hint:
+        return Check(LAUNCHER, "FAIL", place.hint)
+    expected = place.expected_peers(per_machine=per_machine)
+    if expected == 0 and place.rank is None:
+        return Check(LAUNCHER, "n/a", "no variables of one: a training that starts here is alone")
+    says = []
+    if place.rank is not None:
+        says.append(f"{place.launcher}: rank {place.rank} of {place.size}")
+        if place.local_size > 1:
+            says.append(f"local rank {place.local_rank} of {place.local_size}")
+    says.append(f"binds {options['bind']}")
+    if options["peers"]:
+        says.append(f"peers {', '.join(options['peers'])}")
+    waits = len(options["peers"]) if expected is None else expected
+    says.append(f"waits for {waits} other node{'s' * (waits != 1)}")
+    return Check(LAUNCHER, "ok", "; ".join(says))
