@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -234,6 +235,28 @@ if __name__ == "__main__":
     )
     assert done.returncode == 1
     assert "gradwire demo: worker 0 ended early with status 7" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_an_ended_demo_leaves_no_network_namespace(number: signal.Signals, tmp_path: Path) -> None:
+    code = """
+import time
+from gradwire.cli.demo.link import links
+with links(2, 100.0):
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+    command = [sys.executable, "-c", code]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=environment
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(number)
+    process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    assert not [*Path("/run/netns").glob(f"gwdemo-{process.pid}*")]
 
 
 def train_both_ways(recipe: Recipe) -> tuple[Run, Run]:

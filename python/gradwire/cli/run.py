@@ -120,7 +120,7 @@ def run_all(
     workers: list[subprocess.Popen[str]] = []
     readers: list[threading.Thread] = []
     lock = threading.Lock()
-    handlers = {number: signal.signal(number, _exit) for number in (signal.SIGTERM, signal.SIGHUP)}
+    handlers = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
     handlers[signal.SIGINT] = signal.getsignal(signal.SIGINT)
     try:
         for rank, environment in enumerate(places):
@@ -163,7 +163,8 @@ def run_all(
             reader.join()
 
 
-def _exit(number: int, _: object) -> None:
+def leave(number: int, _: object) -> None:
+    """Handle a signal: end with the shell's status for it, on the way undoing what was begun."""
     # Another signal must not interrupt the way to _end, which handles it.
     for other in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(other, signal.SIG_IGN)

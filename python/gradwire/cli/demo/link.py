@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+from ..run import leave
 
 _BURST_BYTES = 131_072
 _QUEUE_S = 0.05
@@ -72,6 +75,10 @@ def links(workers: int, mbit: float, latency_s: float = 0.0) -> Iterator[tuple[l
     name = f"gwdemo-{os.getpid()}"
     spaces = [f"{name}-{number}" for number in range(workers)]
     with contextlib.ExitStack() as stack:
+        # The kernel keeps namespaces until they are removed, which the signals' own ways to end a process leave out.
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup asks
+                stack.callback(signal.signal, number, signal.signal(number, leave))
         try:
             built = _build(name, spaces, mbit, latency_s, stack)
         except (OSError, subprocess.CalledProcessError) as error:
@@ -96,8 +103,8 @@ def _build(
 ) -> list[Link]:
     """Connect a namespace for each worker to a bridge, limited at both ends of each link; the stack removes them."""
     for space in (name, *spaces):
+        stack.callback(_remove, space)  # first, for a signal may come as soon as there is one
         _run("ip", "netns", "add", space)
-        stack.callback(subprocess.run, ["ip", "netns", "del", space], check=False)
     _run("ip", "-n", name, "link", "add", "bridge", "type", "bridge")
     _run("ip", "-n", name, "link", "set", "bridge", "up")
     limit = int(mbit * 125_000 * _QUEUE_S) + _BURST_BYTES
@@ -119,6 +126,11 @@ def _build(
             _run("tc", "-n", space, "qdisc", "add", "dev", "v0", "parent", "1:1", *delay)
         built.append(Link(0.0, space, host, ends))
     return built
+
+
+def _remove(space: str) -> None:
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):  # it was never made
+        _run("ip", "netns", "del", space)
 
 
 def _run(*command: str) -> None:
