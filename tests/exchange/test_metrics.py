@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -371,6 +373,35 @@ def test_top_leaves_out_a_process_that_ends_while_it_answers(folder: Path) -> No
         assert top.pages() == {}
         thread.join()
     assert folder.exists()
+
+
+@pytest.mark.usefixtures("folder")
+def test_top_shows_processes_that_do_not_answer_and_asks_all_at_once(
+    node: gw.Node,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("GRADWIRE_TOP", "1")
+    monkeypatch.setattr(top, "ANSWER_S", 0.5)
+    monkeypatch.setattr(top, "INTERVAL_S", 0.01)
+    share = gw.Exchange(gw.Encoder(4, 0.5), node, min_peers=0)
+    with contextlib.ExitStack() as stack:
+        for process in range(1, 5):  # as if they were stopped
+            server = stack.enter_context(socket.socket(socket.AF_UNIX))
+            server.bind(str(socket_folder() / f"{process}-2.sock"))
+            server.listen(0)
+        begin_s = time.monotonic()
+        assert main(["top", "--once"]) == 0
+        assert time.monotonic() - begin_s < 1.9  # two tables; one after the other it would be 4
+        out = capsys.readouterr().out
+        assert node.address in out
+        for process in range(1, 5):
+            assert f"process {process} does not answer within 0.5 s" in out
+        answered = top.pages()
+        silent = {name: {"process": page["process"]} for name, page in answered.items()}
+        lines = list(top.table(silent, answered))
+        assert any(line.startswith(node.address) for line in lines)
+    del share
 
 
 def test_what_a_killed_process_has_left_is_removed(folder: Path) -> None:

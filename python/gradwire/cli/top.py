@@ -8,11 +8,13 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from .units import si
 
-ANSWER_S = 5.0
+ANSWER_S = 2.0
 INTERVAL_S = 2.0
 
 DESCRIPTION = """\
@@ -60,25 +62,36 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def pages() -> Pages:
-    """Return the figures of every exchange, by the name of its socket; remove the sockets of dead processes."""
+    """Return the figures of every exchange, by the name of its socket; remove the sockets of dead processes.
+
+    A process that does not answer in time has its number and nothing else.
+    """
     from gradwire.exchange.metrics import socket_folder
 
-    figures: Pages = {}
-    for path in sorted(socket_folder().glob("*.sock")):
-        with socket.socket(socket.AF_UNIX) as reader:
-            reader.settimeout(ANSWER_S)
-            try:
-                reader.connect(str(path))
-                with reader.makefile("rb") as file:
-                    page = json.load(file)
-            except ConnectionRefusedError:
-                path.unlink(missing_ok=True)
-            except (OSError, ValueError):  # the process ends just now, or does not answer
-                pass
-            else:
-                if page:  # the exchange still exists
-                    figures[path.name] = page
-    return dict(sorted(figures.items(), key=lambda item: str(item[1]["address"])))
+    paths = sorted(socket_folder().glob("*.sock"))
+    # All at once, because each may take the whole time.
+    with ThreadPoolExecutor(max(1, len(paths))) as pool:
+        answers = zip(paths, pool.map(_ask, paths), strict=True)
+        figures = {path.name: page for path, page in answers if page}
+    return dict(sorted(figures.items(), key=lambda item: str(item[1].get("address", ""))))
+
+
+def _ask(path: Path) -> dict[str, Any]:
+    """Return the figures of one exchange; empty: it has ended."""
+    page: dict[str, Any] = {}
+    with socket.socket(socket.AF_UNIX) as reader:
+        reader.settimeout(ANSWER_S)
+        try:
+            reader.connect(str(path))
+            with reader.makefile("rb") as file:
+                page = json.load(file)
+        except ConnectionRefusedError:
+            path.unlink(missing_ok=True)
+        except (TimeoutError, BlockingIOError):  # or others that asked before fill its queue
+            page = {"process": path.name.partition("-")[0]}
+        except (OSError, ValueError):  # the process ends just now
+            pass
+    return page
 
 
 def table(before: Pages, after: Pages) -> Iterator[str]:
@@ -88,8 +101,11 @@ def table(before: Pages, after: Pages) -> Iterator[str]:
         f"{'residual':>10}{'lost':>6}"
     )
     for name, page in after.items():
-        earlier = before.get(name)
-        yield _node_line(earlier or page, page)
+        if "stats" not in page:
+            yield f"process {page['process']} does not answer within {ANSWER_S:g} s: it is stopped, or very busy"
+            continue
+        earlier = before.get(name, {})
+        yield _node_line(earlier if "stats" in earlier else page, page)
         rank = page["rank"] or f"process {page['process']}"
         yield f"  {rank}, step {page['step']}, {page['script'] or 'interactive'}"
         for peer in page["peers"]:
