@@ -75,7 +75,7 @@ _HAS_LEFT = 7
 _PAUSE_S = 0.00005
 _PAUSE_MAX_S = 0.002
 _LOOK_S = 0.1
-_WARN_S = 60.0  # after which a late worker is named in the log
+_WARN_S = 10.0  # after which a late worker is named in the log
 
 # Elements that are added together: they stay in a processor's cache, and need no memory of the arrays' size.
 _BLOCK_NUMEL = 1 << 16
