@@ -320,3 +320,12 @@ def test_a_rate_that_became_too_large_changes_nothing(cluster: Cluster) -> None:
     descent.lr = 0.5
     assert host.step(0.0)
     assert 4e37 < -host.params[0][0, 0] < 6e37
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.5}, {"momentum": 0.5, "nesterov": True}])
+def test_a_rate_that_has_fallen_to_zero_changes_nothing(options: dict[str, Any]) -> None:
+    descent = gw.coprocessor.SGD(0.5, **options)
+    params = [np.ones(2, np.float32)]
+    descent.lr = 0.0
+    descent.apply([gw.dense_message(np.float32([1.0, -2.0]))], params)
+    assert (params[0] == 1.0).all()

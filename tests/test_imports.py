@@ -57,7 +57,17 @@ ALLOWED = {
     "exchange": CODEC | {"agreement", "clock", "exchange", "shared_memory", "slices", "transport"},
     "feed": {"errors", "feed", "shared_memory", "state", "transport"},
     "cli": CODEC
-    | {"calibration", "cli", "cost", "exchange", "shared_memory", "torch", "transport", INTERFACE},
+    | {
+        "calibration",
+        "cli",
+        "cost",
+        "exchange",
+        "rendezvous",
+        "shared_memory",
+        "torch",
+        "transport",
+    }
+    | {INTERFACE},
     "sharing": CODEC | {"exchange", "rendezvous", "transport"},
     "jax": {"errors", "exchange", "sharing", "state", "transport"},
     "torch": CODEC | {"exchange", "rendezvous", "sharing", "torch", "transport", INTERFACE},

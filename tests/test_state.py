@@ -229,10 +229,10 @@ def test_errors_of_a_difference_name_the_caller_s_arguments(policy: Any, dense: 
     still.flags.writeable = False
     wrong: list[tuple[Any, Any, str]] = [
         (None, four, "update is a NoneType"),
-        (half, four, "update is float16.*; give float32 or float64"),
+        (half, four, "update is float16"),
         ([half], [four], r"update\[0\] is float16|update is float16"),
-        (four.copy(), half, "before is float16.*; give float32 or float64"),
-        (still, four, "update is read-only, give a writable array"),
+        (four.copy(), half, "before is float16"),
+        (still, four, "update is read-only"),
         (four, np.ones(5, np.float32), "update and before must be arrays of the same sizes"),
         (four, four, "before overlaps the update"),
         (encoder.residual, four, "update overlaps the residual"),

@@ -129,7 +129,7 @@ class SGD:
             factor = self.lr * self.momentum if self.nesterov else self.lr
             for param, velocity in zip(params, self._velocity, strict=True):
                 param -= factor * velocity
-        if self.nesterov or not self.momentum:
+        if self.lr and (self.nesterov or not self.momentum):
             apply_many(messages, params, -self.lr * scale)
 
     def state_dict(self) -> dict[str, Arrays]:

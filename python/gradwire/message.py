@@ -87,10 +87,12 @@ def apply_many(
     Arguments and errors are those of ``apply``; all messages are of the same part. All messages are checked before the
     first element changes.
     """
-    scale = _number("scale", scale)
+    if type(scale) is not float:
+        scale = _number("scale", scale)
     if scale == 0.0:
         raise ValueError("scale is 0: nothing would be added")
-    threads = check_range("threads", threads, 1, 1024)
+    if type(threads) is not int or not 1 <= threads <= 1024:
+        threads = check_range("threads", threads, 1, 1024)
     if part is not None and not isinstance(part, Part):
         raise TypeError(f"part must be partition[i] of a Partition, got {reprlib.repr(part)}")
     device = device_of(target)
