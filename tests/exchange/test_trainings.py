@@ -228,6 +228,30 @@ def test_two_nodes_with_one_id_do_not_begin_together() -> None:
     assert not trainers[2].error
 
 
+def test_a_node_that_ends_before_the_start_is_named_by_those_that_wait(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def wait(node: FakeNode) -> str:
+        with pytest.raises(TimeoutError) as caught:
+            exchange(node, start_timeout_s=60.0).join(np.zeros(NUMEL, np.float32))
+        return str(caught.value)
+
+    with cluster(1) as world:
+        waiting, busy = world.node(0), world.node(1)
+        waiting.names = {0: "rank 0", 1: "rank 1"}
+        worker = world.start(waiting, lambda: wait(waiting))
+        world.run(until=lambda: world.now_s > 10.0)
+        assert "0 of 1 peers are ready; connected, and still preparing: rank 1" in caplog.text
+        caplog.clear()
+        world.kill(busy)
+        world.run()
+    gone = "gone before the start, see their own logs: rank 1 (127.0.0.1:1001) is silent"
+    assert 3 <= sum(gone in line for line in caplog.messages) <= 6  # less and less often
+    assert "0 of 1 peers are ready; rank 1 missing" in caplog.text
+    assert gone in worker.result
+    assert "start_timeout_s" not in worker.result
+
+
 @pytest.mark.parametrize("seed", seeds(5))
 def test_trainings_that_begin_at_the_same_time_become_one(seed: int) -> None:
     """Three nodes wait for one other each, so any two of them may begin before they see the third."""

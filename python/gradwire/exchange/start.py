@@ -84,7 +84,7 @@ class Start:
         # Of nodes that do not see all that this node sees.
         self._lacks_since_s: dict[NodeRun, float] = {}
         self._looked_s = 0.0
-        self._unreached: clock.Wait | None = None  # for nodes that others see
+        self._wait: clock.Wait | None = None  # for the others
         self._equalizes = False
         self._former_members: int | None = None
 
@@ -142,6 +142,7 @@ class Start:
         membership.restart_at(self._replica.step)
         deadline_s = clock.now_s() + timeout_s
         self._tells_at_s = clock.now_s() + _COMPLETE_S
+        self._wait = None
         if expected:
             self._wait_for_connections(expected, timeout_s)
         elif self._router.node.seeds:
@@ -153,20 +154,15 @@ class Start:
             self._poll(poll_s)
             poll_s = clock.POLL_S
             self._try_to_start(expected)
-            obstacle = self._note_view()
-            if membership.phase is Phase.NEW and clock.now_s() >= deadline_s:
-                ready = len(self._introductions.compatible())
-                text = f"{ready} of {expected} peers were ready within {timeout_s:g} s"
-                if ready >= expected:
-                    first = min([membership.run, *self._introductions.compatible()])
-                    names = self._introductions.name_of(first)
-                    text = (
-                        f"{names} has not begun the training with this node within {timeout_s:g} s"
-                    )
+            if membership.phase is not Phase.NEW:
+                return
+            awaited = self._describe_awaited(expected)
+            obstacle = self._note_view(awaited)
+            if clock.now_s() >= deadline_s:
                 misfits = self._introductions.describe_incompatible()
-                causes = filter(None, [misfits, obstacle])
+                causes = filter(None, [awaited, misfits, obstacle or _LATE_REMEDY])
                 raise TimeoutError(
-                    "; ".join([text, *(causes if obstacle else [*causes, _LATE_REMEDY])])
+                    f"the training has not begun within {timeout_s:g} s: {'; '.join(causes)}"
                 )
 
     def _wait_for_connections(self, expected: int, timeout_s: float) -> None:
@@ -184,11 +180,15 @@ class Start:
         try:
             self._router.node.wait_for_peers(expected, timeout_s, sees_training)
         except TimeoutError as error:
-            obstacle = self._trainings.describe_unreachable()
+            obstacle = self._note_view()
             raise TimeoutError(f"{error}; {obstacle or _LATE_REMEDY}") from None
 
-    def _note_view(self) -> str:
-        """Tell the others which new nodes this node sees; log and return which nodes it cannot reach."""
+    def _note_view(self, awaited: str = "") -> str:
+        """Tell the others which new nodes this node sees; log and return which nodes have gone or cannot be reached.
+
+        Args:
+            awaited: whom this node waits for, for the log; empty: the node logs it.
+        """
         now_s = clock.now_s()
         seen = frozenset(self._introductions.compatible(Phase.NEW))
         # Not at every connection: in a start of many nodes that would be a message for every three of them.
@@ -197,13 +197,44 @@ class Start:
             self._tells_at_s = now_s + _COMPLETE_S
             self._router.introduce()
         obstacle = self._trainings.describe_unreachable()
-        if not obstacle:
-            self._unreached = None
-        elif self._unreached is None:  # an introduction may just be on its way
-            self._unreached = clock.Wait("this node waits for the others", self._options.timeout_s)
-        else:
-            self._unreached.note(None, obstacle)
-        return obstacle
+        gone = self._describe_gone()
+        what = "this node waits for " + ("nodes that it cannot reach" if obstacle else "the others")
+        what += f"; {gone}" if gone else ""
+        # What is news is logged soon, but not at once: an introduction may just be on its way.
+        if self._wait is None or self._wait.what != what:
+            self._wait = clock.Wait(what, self._options.timeout_s)
+        elif obstacle or gone or awaited:
+            self._wait.note(None, obstacle or awaited)
+        return "; ".join(filter(None, [gone, obstacle]))
+
+    def _describe_gone(self) -> str:
+        """Name the nodes that were here and have gone before the start; empty if there are none."""
+        node = self._router.node
+        here = {peer.id for peer in node.peers}
+        # Others than the run's, such as gradwire doctor, come and go.
+        gone = [
+            run
+            for run in sorted(self._introductions.interrupted)
+            if run.id not in here and (run.id in node.names or not node.names)
+        ]
+        departed = self._introductions.describe_departed(gone)
+        return f"gone before the start, see their own logs: {departed}" if gone else ""
+
+    def _describe_awaited(self, expected: int) -> str:
+        """Say how many nodes are ready to begin, and name those that are not."""
+        introductions = self._introductions
+        node = self._router.node
+        connected = set(map(introductions.register, node.peers))
+        here = {self._membership.run.id, *(run.id for run in connected)}
+        ready = introductions.compatible()
+        text = f"{len(ready)} of {expected} peers are ready"
+        if len(ready) >= expected:
+            first = introductions.name_of(min([self._membership.run, *ready]))
+            text = f"{first} has not begun the training with this node"
+        missing = [name for node_id, name in sorted(node.names.items()) if node_id not in here]
+        text += f"; {', '.join(missing)} missing" if missing else ""
+        silent = introductions.describe(sorted(connected - introductions.hellos.keys()))
+        return text + (f"; connected, and still preparing: {silent}" if silent else "")
 
     def _expected_peers(self) -> int:
         """Return the number of other nodes to wait for."""

@@ -212,7 +212,7 @@ class Node(NotCopied, instead="make a node in every process that has one"):
                     raise TimeoutError(self._missing(count, f"within {waited_s:.3g} s"))
                 if waited_s >= log_s:
                     logger.warning("%s", self._missing(count, f"yet, waiting {timeout_s:g} s"))
-                    log_s = timeout_s
+                    log_s = 2 * waited_s
             if until():
                 return self.peers
 
