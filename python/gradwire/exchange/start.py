@@ -416,7 +416,9 @@ class Start:
             if hello.step != step:
                 raise Mismatch(
                     f"{there} begins at step {hello.step}, this node ({here}) at step {step}: begin with the same "
-                    "checkpoint on all nodes"
+                    "checkpoint on all nodes, each with its own file of that step; a node without a file gets one from "
+                    "gw.exchange.redistribute, or joins late, once the others have begun with a smaller min_peers "
+                    "(GRADWIRE_MIN_PEERS)"
                 )
             if residual and residual == own_residual:
                 raise Mismatch(
