@@ -14,6 +14,8 @@ import pytest
 torch: Any = pytest.importorskip("torch", reason="torch is not installed")
 
 import gradwire as gw  # noqa: E402
+from gradwire.torch.optimizer_state import SharedState  # noqa: E402
+from gradwire.torch.staging import Staging  # noqa: E402
 
 from .places import (  # noqa: E402
     OPTIMIZERS,
@@ -165,3 +167,21 @@ def test_a_late_node_takes_over_whatever_state_there_is() -> None:
     assert state["spread"][0].any()
     assert tensors["norm.num_batches_tracked"] > 3
     assert torch.equal(tensors["of_bool"], Everything(0).of_bool)
+
+
+def test_a_late_node_s_state_belongs_to_names_whatever_order_a_group_has() -> None:
+    nets = [torch.nn.ParameterList(torch.ones(3) for _ in range(2)) for _ in range(2)]
+    members = torch.optim.Adam(list(nets[0]))
+    late = torch.optim.Adam(list(nets[1])[::-1])
+    for number, param in enumerate(nets[0]):
+        param.grad = torch.full((3,), 1.0 + number)
+    members.step()
+    there, here = (
+        SharedState(optimizer, [Staging(param) for param in net], lambda: ({}, {}))
+        for optimizer, net in zip((members, late), nets, strict=True)
+    )
+    arrays = there.export()
+    here.check(arrays)
+    here.load(arrays)
+    for own, param in zip(nets[1], nets[0], strict=True):
+        assert torch.equal(late.state[own]["exp_avg"], members.state[param]["exp_avg"])

@@ -8,7 +8,7 @@ import logging
 import types
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,9 +123,20 @@ def is_adaptive(optimizer: torch.optim.Optimizer) -> bool:
     return judge(optimizer).is_adaptive
 
 
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the parameters of all groups, in order."""
-    return [param for group in optimizer.param_groups for param in group["params"]]
+def parameters_of(
+    optimizer: torch.optim.Optimizer, order: Iterable[torch.Tensor] = ()
+) -> list[torch.Tensor]:
+    """Return the parameters of all groups, in order; within a group in that of ``order``, where they are in it.
+
+    A group is often made from a set, whose order is that of memory addresses: another one in every process. Nodes line
+    their parameters up by place, so they need the order of the model.
+    """
+    places = {param: place for place, param in enumerate(order)}
+    return [
+        param
+        for group in optimizer.param_groups
+        for param in sorted(group["params"], key=lambda param: places.get(param, len(places)))
+    ]
 
 
 def group_numbers(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]) -> list[int]:

@@ -40,8 +40,11 @@ _HOOKS = ("step", "state_dict", "load_state_dict")
 # Returns a model's tensors that the optimiser does not train, by name; second those that may be missing elsewhere.
 Others: TypeAlias = Callable[[], tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]]
 
-# Makes the exchange of more parameters than before: of all of them.
-Extend: TypeAlias = "Callable[[Sequence[torch.Tensor]], AnyExchange]"
+# The parameters that an optimiser has besides those that are shared, by name; second makes the exchange of all of them.
+Extension: TypeAlias = "tuple[Sequence[tuple[str, torch.Tensor]], Callable[[], AnyExchange]]"
+
+# Returns that for the shared ones, or refuses before anything has changed.
+Extend: TypeAlias = Callable[[Sequence[torch.Tensor]], Extension]
 
 
 def _hooked(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,7 +91,7 @@ class SharedOptimizer(torch.optim.Optimizer):
     Args:
         optimizer: the optimiser, all of whose parameters are shared.
         exchange: with an encoder, or groups, for as many elements as there are parameters, in the order of the
-            optimiser's parameter groups; or one worker's part of a `LocalTeam`.
+            optimiser's parameter groups and, within each, of ``names``; or one worker's part of a `LocalTeam`.
         share_state: late nodes begin with the optimiser's state of another node, and all with that of the first node.
         update_scale: factor of every update: a number, or "auto": 1.0 for SGD and its like, and for an adaptive
             optimiser a factor that is measured all the time. Such an optimiser divides by the size of its own
@@ -100,7 +103,8 @@ class SharedOptimizer(torch.optim.Optimizer):
         equalize: begin with the parameters of the node with the lowest id, on all nodes; without, nodes that begin with
             other parameters are refused.
         buffers: further tensors that late nodes take over, such as a model's buffers; or a function that returns them.
-        names: of the parameters, for error messages.
+        names: of the model's parameters, in the model's order; None: errors have no names, and every group needs the
+            same order of parameters on all nodes, which a set has not.
         judgement: of the optimiser; None: made here if ``update_scale`` needs it.
         extend: makes the exchange for more parameters, for `add_param_group`; None: groups cannot be added.
         training: ends with this optimiser; None: the caller closes the node.
@@ -130,7 +134,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         update_scale: float | Literal["auto"] = 1.0,
         equalize: bool = False,
         buffers: Sequence[torch.Tensor] | Others = (),
-        names: Sequence[str] = (),
+        names: Mapping[torch.Tensor, str] | None = None,
         judgement: Judgement | None = None,
         extend: Extend | None = None,
         training: Training | None = None,
@@ -158,9 +162,9 @@ class SharedOptimizer(torch.optim.Optimizer):
         self._set_aside: Values | None = None
         self._stays_shared = False  # closed inside ``shared_parameters``
         self.result: StepResult | None = None
-        params = parameters_of(optimizer)
-        named = zip(params, [*names, *[""] * (len(params) - len(names))], strict=True)
-        self._params = [self._staged_param(param, name) for param, name in named]
+        names = names or {}
+        params = parameters_of(optimizer, names)
+        self._params = [self._staged_param(param, names.get(param, "")) for param in params]
         others = buffers if callable(buffers) else functools.partial(_numbered, tuple(buffers))
         self._state = SharedState(optimizer if share_state else None, self._params, others)
         # Of a checkpoint, until this node takes part: the state, and this node's own parameters.
@@ -603,19 +607,17 @@ class SharedOptimizer(torch.optim.Optimizer):
 
     def _extend_exchange(self, extend: Extend) -> None:
         """Let the exchange have the parameters that were added to the wrapped optimiser."""
-        known = {id(staging.source) for staging in self._params}
-        params = parameters_of(self.optimizer)
-        added = [self._staged_param(param, "") for param in params if id(param) not in known]
-        every = [staging.source for staging in (*self._params, *added)]
+        named, make = extend(self.shared_params())
+        added = [self._staged_param(param, name) for name, param in named]
         if not self._has_joined:
-            self.exchange = extend(every)
+            self.exchange = make()
             self._params += added
             return
         before = self.exchange
         with self._staged() as memory:
             self.result = hand_over(before, *memory)
         own = self._values()
-        extended = extend(every)
+        extended = make()
         # Of the former only the shapes are asked for.
         arrays = [staging.source for staging in self._params]
         arrays += [staging.mark_constants() for staging in added]

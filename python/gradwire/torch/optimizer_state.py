@@ -30,7 +30,7 @@ class SharedState:
 
     Args:
         optimizer: its state is exported; None: none is.
-        stagings: of the trained parameters, whose infinite elements are exported.
+        stagings: of the trained parameters, in the order of all nodes; their infinite elements are exported.
         others: returns the model's tensors that the optimiser does not train, by name; those whose size may differ from
             node to node come second.
     """
@@ -53,7 +53,8 @@ class SharedState:
         arrays: Arrays = []
         params: list[Any] = []
         if self._optimizer is not None:
-            for param in parameters_of(self._optimizer):
+            for staging in self._stagings:
+                param = staging.source
                 params.append(self._exported(self._optimizer.state.get(param, {}), param, arrays))
         fixed, varying = self._others()
         document = {
@@ -79,7 +80,7 @@ class SharedState:
         document = _read(arrays)
         if document is None:
             return
-        here = 0 if self._optimizer is None else len(parameters_of(self._optimizer))
+        here = 0 if self._optimizer is None else len(self._stagings)
         there = len(document["params"])
         if there not in (0, here):
             raise Mismatch(f"this node's optimiser has {here} parameters, the members' has {there}")
@@ -101,11 +102,11 @@ class SharedState:
             return
         if self._optimizer is not None:
             state = self._optimizer.state
-            for param, saved in zip(
-                parameters_of(self._optimizer), document["params"], strict=False
-            ):
+            trained = set(parameters_of(self._optimizer))
+            for staging, saved in zip(self._stagings, document["params"], strict=False):
+                param = staging.source
                 state.pop(param, None)
-                if saved:
+                if saved and param in trained:
                     state[param] = {
                         key: _loaded(value, param, arrays) for key, value in saved.items()
                     }

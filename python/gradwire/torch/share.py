@@ -15,12 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 from ..sharing import TrainingMaker
 from .judge import group_numbers, judge, parameters_of
 from .model_state import ModelState
-from .optimizer import SharedOptimizer
+from .optimizer import Extension, SharedOptimizer
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..exchange import AnyExchange, ExchangeOptions
+    from ..exchange import ExchangeOptions
     from ..policy import ResidualClip, ShakeUp
     from ..sharing import Density
     from ..transport import Node
@@ -111,7 +111,9 @@ def share(
             "the model's parameters have no memory (device meta): let model.to_empty(device=...) give it to them, and "
             "initialise them, before the optimiser is made"
         )
-    named = _named(inner, params)
+    names = _names(inner)
+    named = _named(names, parameters_of(optimizer, names))
+    params = [param for _, param in named]
     team = None
     if process_group is not None:
         team = dist.get_rank(process_group), dist.get_world_size(process_group)
@@ -132,8 +134,13 @@ def share(
     tensors = _Untrained(inner, params)
     training = maker.make(named, group_numbers(optimizer, params))
 
-    def extend(more: Sequence[torch.Tensor]) -> AnyExchange:
-        return maker.extend(training, _named(inner, more), group_numbers(optimizer, more))
+    def extend(shared: Sequence[torch.Tensor]) -> Extension:
+        names = _names(inner)
+        known = set(shared)
+        added = [param for param in parameters_of(optimizer, names) if param not in known]
+        every = _named(names, [*shared, *added])
+        numbers = group_numbers(optimizer, [param for _, param in every])
+        return every[len(shared) :], lambda: maker.extend(training, every, numbers)
 
     try:
         shared = SharedOptimizer(
@@ -143,7 +150,7 @@ def share(
             update_scale=update_scale,
             equalize=True,
             buffers=tensors,
-            names=[name for name, _ in named],
+            names=names,
             judgement=judgement,
             extend=extend,
             training=training,
@@ -185,15 +192,19 @@ def _look_for_ddp(shared: SharedOptimizer) -> None:
     handle = shared.register_step_pre_hook(look)
 
 
+def _names(model: torch.nn.Module) -> dict[torch.Tensor, str]:
+    """Return the names of a model's parameters, in its order, which is the same on all nodes."""
+    return {param: name for name, param in model.named_parameters()}
+
+
 def _named(
-    model: torch.nn.Module, params: Sequence[torch.Tensor]
+    names: Mapping[torch.Tensor, str], params: Sequence[torch.Tensor]
 ) -> list[tuple[str, torch.Tensor]]:
     """Return an optimiser's parameters with their names in the model.
 
     Raises:
         ValueError: some are not the model's.
     """
-    names = {param: name for name, param in model.named_parameters()}
     strange = [tuple(param.shape) for param in params if param not in names]
     if strange:
         raise ValueError(
@@ -213,7 +224,7 @@ class _Untrained:
 
     def __init__(self, model: torch.nn.Module, params: Sequence[torch.Tensor]) -> None:
         self._model = model
-        self._names = {name for name, _ in _named(model, params)}
+        self._names = {name for name, _ in _named(_names(model), params)}
         self._find: Any = lambda: None
 
     def follow(self, optimizer: SharedOptimizer) -> None:
