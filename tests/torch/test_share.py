@@ -688,6 +688,52 @@ def test_a_step_inside_shared_parameters_is_an_error() -> None:
         train(net, optimizer, 0, range(1))
 
 
+@pytest.mark.parametrize("name", ["join", "resync", "catch_up", "leave"])
+def test_what_changes_the_parameters_is_refused_inside_shared_parameters(name: str) -> None:
+    net = model()
+    optimizer = share(net)
+    train(net, optimizer, 0, range(2))
+    own = flat(net)
+    with optimizer.shared_parameters():
+        shared = flat(net)
+        with pytest.raises(
+            RuntimeError, match=rf"{name}\(\) inside .* would be lost: call it outside"
+        ):
+            getattr(optimizer, name)()
+        assert same_bits(flat(net), shared)
+    assert same_bits(flat(net), own)
+    optimizer.leave()
+    assert not same_bits(flat(net), own), "the residual was sent"
+    optimizer.leave()
+    assert optimizer.catch_up() == 0
+    with pytest.raises(gw.Closed):
+        optimizer.resync()
+
+
+def test_a_checkpoint_is_not_loaded_inside_shared_parameters() -> None:
+    first = model()
+    optimizer = share(first)
+    train(first, optimizer, 0, range(3))
+    net = model()
+    again = share(net)
+    with again.shared_parameters(), pytest.raises(RuntimeError, match=r"load_state_dict.* outside"):
+        again.load_state_dict(optimizer.state_dict())
+    assert not again.state
+    net.load_state_dict(first.state_dict())
+    again.load_state_dict(optimizer.state_dict())
+    assert same_bits(flat(net), flat(first))
+
+
+def test_a_resync_before_the_first_step_joins() -> None:
+    net = model(torch.bfloat16)
+    for param in net.parameters():
+        param.data.fill_(torch.nan)  # as memory that nothing was written to
+    optimizer = share(net)
+    net.load_state_dict(model(torch.bfloat16).state_dict())
+    assert optimizer.resync().step == 0
+    assert same_bits(flat(net), flat(model(torch.bfloat16)))
+
+
 def test_a_gradient_that_is_not_finite_leaves_the_optimiser_as_it_was() -> None:
     net = model()
     optimizer = share(net)

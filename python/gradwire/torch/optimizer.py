@@ -262,7 +262,9 @@ class SharedOptimizer(torch.optim.Optimizer):
         Raises:
             TimeoutError, Mismatch: as ``Exchange.join``.
             ValueError: a checkpoint was loaded, and the model has not the parameters that belong to it.
+            RuntimeError: inside ``shared_parameters``.
         """
+        self._check_outside("join")
         self._check_parameters()
         if self._loaded is not None and not self._loaded.is_restored:
             raise ValueError(
@@ -298,9 +300,17 @@ class SharedOptimizer(torch.optim.Optimizer):
     def resync(self) -> Joined:
         """Take parameters, step and shared optimiser state from another node again, for instance after `Diverged`.
 
+        Before the first step it joins.
+
         Raises:
             TimeoutError, Mismatch: as ``Exchange.resync``.
+            RuntimeError: inside ``shared_parameters``.
+            Closed: the optimiser was closed.
         """
+        self._check_open()
+        self._check_outside("resync")
+        if not self._has_joined:
+            return self.join()
         with self._staged() as memory:
             return self.exchange.resync(*memory)
 
@@ -311,7 +321,9 @@ class SharedOptimizer(torch.optim.Optimizer):
 
         Raises:
             WouldBlock, TimeoutError, MessageError, Closed: as ``Exchange.leave``.
+            RuntimeError: inside ``shared_parameters``.
         """
+        self._check_outside("leave")
         if self._has_joined and not self._is_closed:
             with self._staged() as memory:
                 self.result = self.exchange.leave(*memory)
@@ -356,6 +368,14 @@ class SharedOptimizer(torch.optim.Optimizer):
         if self._is_closed:
             raise Closed("this optimiser was closed, or has left the training: call share again")
 
+    def _check_outside(self, name: str) -> None:
+        """Refuse a method inside ``shared_parameters``, whose end reverts what it does to the parameters."""
+        if self._set_aside is not None and not self._is_closed:
+            raise RuntimeError(
+                f"{name}() inside shared_parameters() would be lost: call it outside, where the model has this node's "
+                "own parameters"
+            )
+
     def __enter__(self) -> SharedOptimizer:
         """Return the optimiser."""
         return self
@@ -381,11 +401,7 @@ class SharedOptimizer(torch.optim.Optimizer):
                 closed.
         """
         self._check_open()
-        if self._set_aside is not None:
-            raise RuntimeError(
-                "a step inside shared_parameters() would be lost: train outside, where the model has this node's "
-                "own parameters"
-            )
+        self._check_outside("step")
         try:
             return self._step(closure)
         except BaseException:
@@ -420,9 +436,11 @@ class SharedOptimizer(torch.optim.Optimizer):
 
         Raises:
             TimeoutError, MessageError, Closed: as ``Exchange.catch_up``.
+            RuntimeError: inside ``shared_parameters``.
         """
         if self._is_closed:
             return 0
+        self._check_outside("catch_up")
         if not self._has_joined:
             self.join()
         with self._staged() as (params, _):
@@ -573,6 +591,7 @@ class SharedOptimizer(torch.optim.Optimizer):
             ValueError: the parameters are not the model's, this optimiser was not made by ``gradwire.torch.share``, or
                 the training is asynchronous.
             Mismatch, TimeoutError: the others have not added the same parameters after the same step.
+            RuntimeError: inside ``shared_parameters``.
         """
         if self._extend is None:
             raise ValueError(
@@ -580,8 +599,7 @@ class SharedOptimizer(torch.optim.Optimizer):
                 "is shared, or let gradwire.torch.share make the exchange"
             )
         self._check_open()
-        if self._set_aside is not None:
-            raise RuntimeError("add_param_group() inside shared_parameters()")
+        self._check_outside("add_param_group")
         inner = self.optimizer
         inner.add_param_group(param_group)
         count = len(self._params)
@@ -657,7 +675,8 @@ class SharedOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: the state is not an optimiser's, or as ``Exchange.load_state_dict``; nothing was loaded.
-            RuntimeError: training has begun, and the state has a residual; nothing was loaded.
+            RuntimeError: training has begun, or inside ``shared_parameters``, and the state has a residual; nothing was
+                loaded.
         """
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"the state must be a dict, got {reprlib.repr(state_dict)}")
@@ -677,6 +696,8 @@ class SharedOptimizer(torch.optim.Optimizer):
                 f'processes again. To go on here with the optimiser\'s own state alone, remove the key "{KEY}" '
                 "from the state on all nodes"
             )
+        if stored:
+            self._check_outside("load_state_dict")
         self._take_assigned()
         before = self.optimizer.state_dict()
         self.optimizer.load_state_dict(state)
