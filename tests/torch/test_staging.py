@@ -13,6 +13,7 @@ torch: Any = pytest.importorskip("torch", reason="torch is not installed")
 
 import gradwire as gw  # noqa: E402
 from gradwire import _core  # noqa: E402
+from gradwire.torch.optimizer_state import SharedState  # noqa: E402
 from gradwire.torch.staging import _THREAD_NUMEL, Staging, sums_of  # noqa: E402
 
 from .places import (  # noqa: E402
@@ -265,3 +266,47 @@ def test_no_tensors_and_empty_ones_have_no_sums() -> None:
     assert sums_of([]) == sums_of([torch.zeros(0), torch.zeros(3, 0)]) == []
     sums = sums_of([torch.zeros(0), torch.tensor([1.0, torch.inf]), torch.ones(2)])
     assert [bool(total.isfinite()) for total in sums] == [False, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("when", ["before the first step", "later", "after another layout"])
+def test_an_evaluation_under_inference_mode_changes_nothing(when: str, dtype: Any) -> None:
+    def run(*, evaluates: bool) -> Any:
+        torch.manual_seed(1)
+        net = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 3), torch.nn.Flatten()).to(dtype)
+        with torch.no_grad():
+            net[0].bias[1] = -torch.inf
+        if when == "before the first step":
+            net.to(memory_format=torch.channels_last)
+        optimizer = share(net, every=2)
+        for step in range(4):
+            if step == 1 and when == "after another layout":
+                net.to(memory_format=torch.channels_last)
+            if evaluates and (step == 1) != (when == "before the first step"):
+                with torch.inference_mode(), optimizer.shared_parameters():
+                    net(torch.zeros(1, 2, 5, 5, dtype=dtype))
+                    net.state_dict(), optimizer.state_dict()
+                with torch.inference_mode():
+                    net.state_dict(), optimizer.state_dict()
+            optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(step)
+            inputs = torch.randn(2, 2, 5, 5, generator=generator).to(dtype)
+            net(inputs).clamp(-5.0).square().mean().backward()
+            optimizer.step()
+        return flat(net)
+
+    assert same_bits(run(evaluates=True), run(evaluates=False))
+
+
+def test_a_node_that_joins_under_inference_mode_trains() -> None:
+    arrays = []
+    for is_late in (False, True):
+        net = torch.nn.ParameterList([torch.ones(3)])
+        optimizer = torch.optim.Adam(net)
+        state = SharedState(optimizer, [Staging(net[0])], lambda: ({}, {}))
+        if is_late:
+            with torch.inference_mode():
+                state.load(arrays)
+        net[0].grad = torch.ones(3)
+        optimizer.step()
+        arrays = state.export()

@@ -551,7 +551,12 @@ class SharedOptimizer(torch.optim.Optimizer):
 
     def keep_returned(self, saved: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Keep the tensors that ``model.state_dict()`` returns, by parameter, until the next step."""
-        self._returned = [(param, tensor, tensor._version) for param, tensor in saved.items()]
+        # Those made under torch.inference_mode count no changes, and cannot be changed outside.
+        self._returned = [
+            (param, tensor, tensor._version)
+            for param, tensor in saved.items()
+            if not tensor.is_inference()
+        ]
 
     def take_returned(self) -> None:
         """Write into the model what was written into the tensors of ``model.state_dict()``.

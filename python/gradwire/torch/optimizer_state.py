@@ -13,7 +13,7 @@ import torch
 from ..arrays import Arrays
 from ..errors import Mismatch
 from .judge import parameters_of
-from .staging import Staging, local_of
+from .staging import Staging, local_of, normal_tensors
 
 __all__ = ["SharedState"]
 
@@ -95,6 +95,7 @@ class SharedState:
             if own != saved[1:3]:
                 raise Mismatch(f"{name} is {own} on this node, {saved[1:3]} on the members")
 
+    @normal_tensors
     def load(self, arrays: Arrays) -> None:
         """Take over another node's state; parameters of which it has none lose theirs."""
         document = _read(arrays)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -12,7 +13,10 @@ import torch
 from .. import _core
 from ..arrays import cuda_core, device_of, stream_of
 
-__all__ = ["Staging", "fetch_moved", "local_of", "store", "sum_of", "sums_of"]
+__all__ = ["Staging", "fetch_moved", "local_of", "normal_tensors", "store", "sum_of", "sums_of"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _CODED = (torch.float32, torch.float64)
 _HALVES = (torch.bfloat16, torch.float16)
@@ -20,6 +24,21 @@ _KIND = ("dtype", "device", "shape")
 
 # One thread for so many elements, at most.
 _THREAD_NUMEL = 1 << 20
+
+
+def normal_tensors(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function make tensors that outlive it, also where it is called under ``torch.inference_mode``.
+
+    Tensors from there cannot be changed outside, and count no changes.
+    """
+
+    @functools.wraps(function)
+    def make(*args: P.args, **kwargs: P.kwargs) -> R:
+        # Gradients are switched on again with the mode, unless somebody says otherwise.
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return make
 
 
 class Staging:
@@ -60,6 +79,7 @@ class Staging:
         if self._moves or shard.dtype not in _CODED:
             self._make_copy()
 
+    @normal_tensors
     def _make_copy(self) -> None:
         shard = self.tensor
         dtype = shard.dtype if shard.dtype in _CODED else torch.float32
@@ -158,6 +178,7 @@ class Staging:
             values[infinite] = constants[infinite]
         return values
 
+    @normal_tensors
     def _set_constants(self, values: torch.Tensor) -> None:
         self._constants = None
         # Nearly always one pass without temporary values is enough: infinity makes the sum infinite, or NaN.
