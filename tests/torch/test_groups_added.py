@@ -211,6 +211,65 @@ def test_groups_that_cannot_be_added_are_refused() -> None:
     steps(net, late, 1)
 
 
+def test_a_group_that_is_refused_takes_no_exchange(everywhere: Any) -> None:
+    strange = {
+        "not the model's": lambda _: torch.nn.Parameter(torch.zeros(3)),
+        "0.weight has no memory": lambda net: net[0].weight,
+        "several elements in the same memory": lambda net: net[0].bias,
+        "complex64 cannot be shared": lambda net: net.phase,
+    }
+
+    def work(rank: int, share: Share) -> Any:
+        net = model()
+        optimizer = share(net, OPTIMIZERS["AdamW"](net[2].parameters()))
+        steps(net, optimizer, 2)
+        kept = net[0]
+        if not rank:
+            net[0] = torch.nn.Linear(20, 8, device="meta")
+            net[0].bias = torch.nn.Parameter(torch.zeros(1).expand(8))
+            net.phase = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+            for text, make in strange.items():
+                with pytest.raises((TypeError, ValueError), match=text):
+                    optimizer.add_param_group({"params": [make(net)]})
+        assert (optimizer.step_number, len(optimizer.param_groups)) == (2, 1)
+        net[0] = kept
+        if not rank:
+            del net.phase
+        steps(net, optimizer, 2, 2)
+        return net.state_dict()
+
+    first, second = everywhere("machines", work)
+    assert all(torch.equal(first[name], second[name]) for name in second)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_optimiser_whose_group_was_not_added_can_be_saved(
+    everywhere: Any, place: str, dtype: Any
+) -> None:
+    def fail() -> None:
+        raise TimeoutError("nobody is here")
+
+    def work(_: int, share: Share) -> Any:
+        net = model(dtype)
+        optimizer = share(net, OPTIMIZERS["AdamW"](net[2].parameters()))
+        train(net, optimizer, 0, range(3), dtype)
+        optimizer.join = fail
+        with pytest.raises(TimeoutError, match=r"so this optimiser was closed: .*nobody is here"):
+            optimizer.add_param_group({"params": net[0].parameters()})
+        with pytest.raises(gw.Closed, match="call share again"):
+            train(net, optimizer, 0, [3], dtype)
+        return copy.deepcopy((net.state_dict(), optimizer.state_dict())), flat(net)
+
+    (weights, state), own = everywhere(place, work)[0]
+    net = model(dtype)
+    again = share(net, OPTIMIZERS["AdamW"](net[2].parameters()))
+    net.load_state_dict(weights)
+    again.load_state_dict(state)
+    assert same_bits(flat(net), own)
+    assert again.join().step == 4, "three steps, and the exchange before the group"
+
+
 def test_a_checkpoint_after_groups_were_added_goes_on_bit_for_bit() -> None:
     def begin() -> Any:
         net = model()

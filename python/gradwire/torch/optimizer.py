@@ -594,8 +594,10 @@ class SharedOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: the parameters are not the model's, this optimiser was not made by ``gradwire.torch.share``, or
-                the training is asynchronous.
-            Mismatch, TimeoutError: the others have not added the same parameters after the same step.
+                the training is asynchronous; nothing has changed.
+            Mismatch, TimeoutError: the others have not added the same parameters after the same step; the optimiser is
+                closed, as after any other error of the exchange, and can still be saved.
+            NonFiniteUpdate: the parameters are NaN or infinite; nothing has changed.
             RuntimeError: inside ``shared_parameters``.
         """
         if self._extend is None:
@@ -607,16 +609,15 @@ class SharedOptimizer(torch.optim.Optimizer):
         self._check_outside("add_param_group")
         inner = self.optimizer
         inner.add_param_group(param_group)
-        count = len(self._params)
         try:
             self._extend_exchange(self._extend)
         except BaseException as error:
             inner.param_groups.pop()
-            del self._params[count:]
             if isinstance(error, (Mismatch, TimeoutError)):
                 raise type(error)(
-                    "the other nodes have not added the same parameters after the same step: call add_param_group() "
-                    f"alike on all nodes, and start again ({error})"
+                    "the other nodes have not added the same parameters after the same step, so this optimiser was "
+                    "closed: call add_param_group() alike on all nodes, and start again; state_dict() still has the "
+                    f"state without them ({error})"
                 ) from error
             raise
 
@@ -637,19 +638,35 @@ class SharedOptimizer(torch.optim.Optimizer):
             self._params += added
             return
         before = self.exchange
-        with self._staged() as memory:
-            self.result = hand_over(before, *memory)
-        own = self._values()
-        extended = make()
-        # Of the former only the shapes are asked for.
-        arrays = [staging.source for staging in self._params]
-        arrays += [staging.mark_constants() for staging in added]
-        take_over(extended, before, arrays, len(added))
-        self._params += added
-        self.exchange = extended
-        self._local = own
-        self._has_joined = False
-        self.join()
+        count = len(self._params)
+        has_begun = False
+        try:
+            with self._staged() as memory:
+                self.result = hand_over(before, *memory)
+            has_begun = True
+            own = self._values()
+            extended = make()
+            # Of the former only the shapes are asked for.
+            arrays = [staging.source for staging in self._params]
+            arrays += [staging.mark_constants() for staging in added]
+            take_over(extended, before, arrays, len(added))
+            self._params += added
+            self.exchange = extended
+            self._local = own
+            self._has_joined = False
+            self.join()
+        except BaseException as error:
+            is_refused = isinstance(error, NonFiniteUpdate) or type(error) is ValueError
+            if is_refused and not has_begun:
+                raise
+            # The others may have gone on, so this node cannot go back: it ends, and can be saved as it was.
+            self._close(has_failed=True)
+            del self._params[count:]
+            self.exchange = before
+            self._set_values(self._local)
+            self._local = [], []
+            self._has_joined = True
+            raise
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimiser's state; under "gradwire" the exchange's, and this node's own parameters.

@@ -16,6 +16,7 @@ from ..sharing import TrainingMaker
 from .judge import group_numbers, judge, parameters_of
 from .model_state import ModelState
 from .optimizer import Extension, SharedOptimizer
+from .staging import check_writable
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -106,11 +107,6 @@ def share(
             "the model is sharded (fully_shard): every rank has a part of each parameter, which share cannot tell "
             "apart; give an Exchange of the local shards to SharedOptimizer, as docs/torch.md shows under FSDP2"
         )
-    if any(param.is_meta for param in params):
-        raise ValueError(
-            "the model's parameters have no memory (device meta): let model.to_empty(device=...) give it to them, and "
-            "initialise them, before the optimiser is made"
-        )
     names = _names(inner)
     named = _named(names, parameters_of(optimizer, names))
     params = [param for _, param in named]
@@ -139,6 +135,13 @@ def share(
         known = set(shared)
         added = [param for param in parameters_of(optimizer, names) if param not in known]
         every = _named(names, [*shared, *added])
+        place = shared[0].device
+        elsewhere = [name for name, param in every if param.device != place]
+        if elsewhere and training.exchange.takes_devices:
+            raise ValueError(
+                f"{', '.join(elsewhere[:_NAMED_MAX])} is not on {place}, where the shared parameters are: move it "
+                "there before it is added"
+            )
         numbers = group_numbers(optimizer, [param for _, param in every])
         return every[len(shared) :], lambda: maker.extend(training, every, numbers)
 
@@ -203,7 +206,7 @@ def _named(
     """Return an optimiser's parameters with their names in the model.
 
     Raises:
-        ValueError: some are not the model's.
+        ValueError: some are not the model's, or cannot be written to.
     """
     strange = [tuple(param.shape) for param in params if param not in names]
     if strange:
@@ -211,7 +214,18 @@ def _named(
             f"{len(strange)} of the optimiser's parameters are not the model's, the first of shape {strange[0]}: "
             "make the optimiser from model.parameters()"
         )
+    for param in params:
+        check_writable(param, names[param])
+        if any(stride == 0 < size - 1 for size, stride in zip(*_layout(param), strict=True)):
+            raise ValueError(
+                f"{names[param]} has several elements in the same memory, as expand makes them, so no step can move "
+                "them: make it of its clone() before the optimiser is made"
+            )
     return [(names[param], param) for param in params]
+
+
+def _layout(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return tuple(tensor.shape), tensor.stride()
 
 
 class _Untrained:

@@ -13,7 +13,16 @@ import torch
 from .. import _core
 from ..arrays import cuda_core, device_of, stream_of
 
-__all__ = ["Staging", "fetch_moved", "local_of", "normal_tensors", "store", "sum_of", "sums_of"]
+__all__ = [
+    "Staging",
+    "check_writable",
+    "fetch_moved",
+    "local_of",
+    "normal_tensors",
+    "store",
+    "sum_of",
+    "sums_of",
+]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -251,6 +260,24 @@ class Staging:
         else:
             tensor.copy_(self._copy)
         return self.complete(tensor)
+
+
+def check_writable(tensor: torch.Tensor, name: str) -> None:
+    """Refuse a tensor that no values of another node can be written into.
+
+    Raises:
+        ValueError: the tensor has no memory, or was made under ``torch.inference_mode``.
+    """
+    if tensor.is_meta:
+        raise ValueError(
+            f"{name} has no memory (device meta): let model.to_empty(device=...) give it to the model, and initialise "
+            "it, before the optimiser is made"
+        )
+    if tensor.is_inference():
+        raise ValueError(
+            f"{name} was made under torch.inference_mode, and cannot be changed outside: make the model without, or "
+            "the tensor of its clone()"
+        )
 
 
 def fetch_moved(stagings: Sequence[Staging]) -> None:
