@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
@@ -185,3 +186,47 @@ def test_a_late_node_s_state_belongs_to_names_whatever_order_a_group_has() -> No
     here.load(arrays)
     for own, param in zip(nets[1], nets[0], strict=True):
         assert torch.equal(late.state[own]["exp_avg"], members.state[param]["exp_avg"])
+
+
+def with_inference(make: Callable[[], Any]) -> Any:
+    with torch.inference_mode():
+        return make()
+
+
+KINDS: dict[str, Callable[[int], Any]] = {
+    "expanded": lambda rank: torch.full((1, 3, 1), float(rank)).expand(4, 3, 2),
+    "conjugate": lambda rank: torch.full((3,), 1.0 + rank * 1j).conj(),
+    "negative": lambda rank: torch.full((3,), 1.0 + rank * 1j).conj().imag,
+    "of one number": lambda rank: torch.tensor(float(rank)).expand(5),
+    "sparse": lambda rank: (torch.eye(3) * (rank + 1.0)).to_sparse(),
+    "made under inference_mode": lambda rank: with_inference(lambda: torch.ones(3) * rank),
+    "compressed and equal": lambda _: torch.eye(3).to_sparse_csr(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("kind", KINDS)
+def test_buffers_of_any_kind_begin_as_on_rank_0(kind: str) -> None:
+    taken = [KINDS[kind](rank) for rank in range(2)]
+    net = torch.nn.Module()
+    net.register_buffer("own", taken[1])
+    there, here = (
+        SharedState(None, [], lambda buffer=buffer: ({}, {"own": buffer}))
+        for buffer in (taken[0], net.own)
+    )
+    here.load(there.export())
+    assert torch.equal(net.own.to_dense(), KINDS[kind](0).to_dense())
+    assert net.own is taken[1]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_a_buffer_without_a_place_for_the_values_is_named() -> None:
+    for own, text in (
+        (torch.zeros(1, 3).expand(2, 3), "mask of this node .* clone"),
+        (torch.eye(3)[:2].to_sparse_csr(), "mask of this node .* make it dense"),
+    ):
+        arrays = SharedState(
+            None, [], lambda: ({"mask": torch.arange(6.0).reshape(2, 3)}, {})
+        ).export()
+        with pytest.raises(gw.Mismatch, match=text):
+            SharedState(None, [], lambda own=own: ({"mask": own}, {})).load(arrays)

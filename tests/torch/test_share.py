@@ -668,6 +668,42 @@ def test_a_model_whose_gradients_all_ranks_average_is_refused(two_ranks: Ranks) 
     assert one == other
 
 
+def test_tensors_that_cannot_be_shared_are_named_before_there_is_a_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gw.Node, "from_env", lambda **_: pytest.fail("made a node"))
+    net = model()
+    net.register_buffer("mask", torch.ones(3, device="meta"))
+    with pytest.raises(ValueError, match="mask has no memory"):
+        share(net)
+    net = model()
+    net[0] = torch.nn.Linear(20, 8, device="meta")
+    for params, text in ((net.parameters(), "0.weight has no"), (net[2].parameters(), "0.weight")):
+        with pytest.raises(ValueError, match=text):
+            gradwire.torch.share(net, torch.optim.SGD(params, lr=0.1))
+    net = model()
+    net[2].bias = torch.nn.Parameter(torch.zeros(1).expand(3))
+    with pytest.raises(ValueError, match=r"2\.bias has several elements in the same memory"):
+        share(net)
+    with torch.inference_mode():
+        net = model()
+    with pytest.raises(ValueError, match=r"0\.weight was made under torch\.inference_mode"):
+        share(net)
+
+
+def test_an_observer_is_sent_to_an_exchange_of_its_own(
+    pair: list[gw.Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = model()
+    encoder = gw.Encoder(sum(param.numel() for param in net.parameters()))
+    exchange = gw.Exchange(encoder, pair[0], role="observer")
+    with pytest.raises(ValueError, match=r"observer.* call its follow"):
+        gradwire.torch.SharedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), exchange)
+    monkeypatch.setattr(gw.Node, "from_env", lambda **_: pytest.fail("made a node"))
+    with pytest.raises(ValueError, match=r"observer.* call its follow"):
+        share(net, role="observer")
+
+
 def test_arguments_of_the_wrong_kind_are_refused() -> None:
     net = model()
     with pytest.raises(TypeError, match="Module"):

@@ -232,6 +232,25 @@ def test_parameters_that_change_in_kind_are_named_with_the_remedy(
         optimizer.step()
 
 
+@pytest.mark.parametrize("convert", ["half", "double", "bfloat16"])
+def test_a_model_that_was_converted_is_named_where_it_is_saved(convert: str) -> None:
+    net = model()
+    optimizer = share(net)
+    steps(net, optimizer, 2)
+    own = flat(net)
+    getattr(net, convert)()
+    for call in (optimizer.state_dict, net.state_dict, optimizer.shared_tensors, optimizer.resync):
+        with pytest.raises(
+            ValueError, match=r"0\.weight has changed.* Convert it back .* to close"
+        ):
+            call()
+    net.float()
+    if convert == "double":
+        assert same_bits(flat(net), own)
+    steps(net, optimizer, 1)
+    optimizer.close()
+
+
 def test_a_parameter_that_is_replaced_in_the_model_is_named() -> None:
     net = model()
     optimizer = share(net)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ..exchange import AnyExchange, Joined, StepResult
     from ..sharing import Training
 
-__all__ = ["SharedOptimizer"]
+__all__ = ["Extension", "SharedOptimizer", "check_role"]
 
 # Where torch keeps an optimiser's hooks.
 _HOOKS = ("step", "state_dict", "load_state_dict")
@@ -73,6 +73,19 @@ def _hooked(step: Callable[..., Any]) -> Callable[..., Any]:
     return hooked
 
 
+def check_role(role: str | None) -> None:
+    """Refuse the role of a node that sends no updates.
+
+    Raises:
+        ValueError: the way out.
+    """
+    if role == "observer":
+        raise ValueError(
+            'role="observer" sends no updates, so there is nothing for an optimiser to do: make a '
+            'gradwire.Exchange(encoder, node, role="observer") of the members\' groups, and call its follow(params)'
+        )
+
+
 class SharedOptimizer(torch.optim.Optimizer):
     """Runs an optimiser and shares its updates, as Deeplearning4j does.
 
@@ -110,7 +123,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         training: ends with this optimiser; None: the caller closes the node.
 
     Raises:
-        ValueError: ``update_scale`` is not "auto", nor positive and finite.
+        ValueError: ``update_scale`` is not "auto", nor positive and finite, or the exchange is an observer's.
         TypeError: ``optimizer`` or ``exchange`` has the wrong type.
 
     Example:
@@ -143,6 +156,8 @@ class SharedOptimizer(torch.optim.Optimizer):
             raise TypeError(f"optimizer must be one of torch's, got {reprlib.repr(optimizer)}")
         if not isinstance(exchange, (Exchange, LocalExchange)):
             raise TypeError(f"exchange must be an Exchange, got {reprlib.repr(exchange)}")
+        leader = exchange if isinstance(exchange, Exchange) else exchange.exchange
+        check_role("member" if leader is None else leader._options.role)
         is_number = isinstance(update_scale, Real) and not isinstance(update_scale, bool)
         if update_scale != "auto" and not (is_number and 0.0 < update_scale < math.inf):
             raise ValueError(f'update_scale is {update_scale!r}, must be positive, or "auto"')

@@ -97,7 +97,11 @@ class SharedState:
 
     @normal_tensors
     def load(self, arrays: Arrays) -> None:
-        """Take over another node's state; parameters of which it has none lose theirs."""
+        """Take over another node's state; parameters of which it has none lose theirs.
+
+        Raises:
+            Mismatch: a tensor's memory has no place for the other node's values; the text names it.
+        """
         document = _read(arrays)
         if document is None:
             return
@@ -116,11 +120,11 @@ class SharedState:
         ]
         fixed, varying = self._others()
         for name, saved in document["fixed"].items():
-            local_of(fixed[name].detach()).copy_(_get(saved, arrays))
+            _assign(fixed[name], _get(saved, arrays), name)
         for name, saved in document["varying"].items():
             own = varying.get(name)
             if own is not None and list(local_of(own.detach()).shape) == saved[2]:
-                local_of(own.detach()).copy_(_get(saved, arrays))
+                _assign(own, _get(saved, arrays), name)
 
     def settle(self) -> None:
         """Let the parameters have the infinite elements that `load` has brought, once their memory has the others."""
@@ -182,7 +186,7 @@ def _put(tensor: torch.Tensor, param: torch.Tensor | None, arrays: Arrays) -> li
     local = local_of(tensor.detach())
     # The momentum of sparse gradients is sparse at first; torch adds to a dense one as well.
     local = local if local.layout is torch.strided else local.to_dense()
-    arrays.append(local.contiguous().reshape(-1).view(torch.uint8).cpu().numpy())
+    arrays.append(_bytes_of(local).cpu().numpy())
     is_with_param = param is not None and local.device == param.device
     return [
         len(arrays),
@@ -191,6 +195,38 @@ def _put(tensor: torch.Tensor, param: torch.Tensor | None, arrays: Arrays) -> li
         is_with_param,
         hasattr(tensor, "to_local"),
     ]
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    plain = tensor.resolve_conj().resolve_neg()  # a view of such a kind has no bytes of its own
+    return plain.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _assign(tensor: torch.Tensor, values: torch.Tensor, name: str) -> None:
+    """Set a tensor that is not trained, of whatever kind, to another node's values.
+
+    Raises:
+        Mismatch: the tensor's memory has no place for them.
+    """
+    local = local_of(tensor.detach())
+    place = f"{name} of this node cannot hold the members' values, which differ from its own: "
+    if local.layout is not torch.strided:
+        if torch.equal(_bytes_of(local.to_dense()), _bytes_of(values.to(local.device))):
+            return
+        if local.layout is not torch.sparse_coo:
+            raise Mismatch(f"{place}it is {local.layout}; make it dense, or equal on all nodes")
+        # Not what detach() returns, which would get indices of its own.
+        tensor.copy_(values.to_sparse(local.sparse_dim()).to(local.device))
+        return
+    # What expand() has made is written to once.
+    for dim, (size, stride) in enumerate(zip(local.shape, local.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            first = values.narrow(dim, 0, 1)
+            if not torch.equal(_bytes_of(first.expand_as(values)), _bytes_of(values)):
+                raise Mismatch(f"{place}expand() has made it; make it of its clone()")
+            local, values = local.narrow(dim, 0, 1), first
+    with torch.inference_mode(local.is_inference()):  # tensors from there change only there
+        local.copy_(values)
 
 
 def _get(saved: Sequence[Any], arrays: Arrays) -> torch.Tensor:

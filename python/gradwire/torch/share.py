@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ..sharing import TrainingMaker
 from .judge import group_numbers, judge, parameters_of
 from .model_state import ModelState
-from .optimizer import Extension, SharedOptimizer
-from .staging import check_writable
+from .optimizer import Extension, SharedOptimizer, check_role
+from .staging import check_memory
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -74,7 +74,8 @@ def share(
     Raises:
         TypeError: ``model`` or ``optimizer`` has the wrong type, or an unknown option.
         ValueError: the optimiser has parameters that are not the model's, DistributedDataParallel averages gradients
-            without ``process_group``, an option is out of range, or the environment cannot be used.
+            without ``process_group``, a tensor of the model has no memory, an option is out of range (or the role of an
+            observer), or the environment cannot be used.
         RuntimeError: this process takes part in a training of this run already, or ``node`` has a training.
         TimeoutError: not all nodes of the run appeared; the message names the missing ones.
 
@@ -117,6 +118,9 @@ def share(
             raise ValueError(
                 "this rank is not in process_group: give each rank its own machine's group"
             )
+    check_role(options.get("role"))
+    tensors = _Untrained(inner, params)
+    tensors.check()
     judgement = judge(optimizer)
     maker = TrainingMaker(
         density,
@@ -127,7 +131,6 @@ def share(
         clip=clip,
         **options,
     )
-    tensors = _Untrained(inner, params)
     training = maker.make(named, group_numbers(optimizer, params))
 
     def extend(shared: Sequence[torch.Tensor]) -> Extension:
@@ -215,7 +218,11 @@ def _named(
             "make the optimiser from model.parameters()"
         )
     for param in params:
-        check_writable(param, names[param])
+        check_memory(param, names[param])
+        if param.is_inference():
+            raise ValueError(
+                f"{names[param]} was made under torch.inference_mode, and no step can change it: make the model outside"
+            )
         if any(stride == 0 < size - 1 for size, stride in zip(*_layout(param), strict=True)):
             raise ValueError(
                 f"{names[param]} has several elements in the same memory, as expand makes them, so no step can move "
@@ -267,6 +274,16 @@ class _Untrained:
         varying = {name: buffer for name, buffer in buffers.items() if name in passing}
         kept = {name: buffer for name, buffer in buffers.items() if name not in passing}
         return {**untrained, **kept}, varying
+
+    def check(self) -> None:
+        """Refuse tensors without values, which could be neither sent nor taken over.
+
+        Raises:
+            ValueError: the first of them.
+        """
+        for tensors in self():
+            for name, tensor in tensors.items():
+                check_memory(tensor, name)
 
     def log(self) -> None:
         """Name the parameters once: at rank 0's values, but from then on nobody keeps them equal."""

@@ -15,7 +15,7 @@ from ..arrays import cuda_core, device_of, stream_of
 
 __all__ = [
     "Staging",
-    "check_writable",
+    "check_memory",
     "fetch_moved",
     "local_of",
     "normal_tensors",
@@ -108,10 +108,16 @@ class Staging:
 
     @property
     def memory(self) -> torch.Tensor:
-        """Holds the tensor's values after ``fetch``."""
+        """Holds the tensor's values after ``fetch``.
+
+        Raises:
+            ValueError: the tensor itself is the memory, and its dtype or device has changed since it was shared.
+        """
         if self._copy is not None:
             return self._copy
         tensor = self.tensor
+        if (tensor.dtype, tensor.device) != self._kind[:2]:
+            self.check_kind()  # converted by hand: the memory would no longer be what the exchange knows
         # The layout may change in the middle of training: ``model.to(memory_format=torch.channels_last)``.
         if tensor.is_contiguous():
             return tensor
@@ -150,8 +156,9 @@ class Staging:
             if before != after
         ]
         raise ValueError(
-            f"{self._name} has changed since it was shared: {', '.join(changes)}. Nothing was sent. Move and convert "
-            "the model (model.to, .half, .cuda) before gradwire.torch.share(model, optimizer)"
+            f"{self._name} has changed since it was shared: {', '.join(changes)}. Nothing was sent. Convert it back "
+            "to go on, to save or to close; move and convert the model (model.to, .half, .cuda) before "
+            "gradwire.torch.share(model, optimizer), or after optimizer.close()"
         )
 
     # ---- infinite elements ---------------------------------------------------------------------------------------
@@ -262,21 +269,16 @@ class Staging:
         return self.complete(tensor)
 
 
-def check_writable(tensor: torch.Tensor, name: str) -> None:
-    """Refuse a tensor that no values of another node can be written into.
+def check_memory(tensor: torch.Tensor, name: str) -> None:
+    """Refuse a tensor without values.
 
     Raises:
-        ValueError: the tensor has no memory, or was made under ``torch.inference_mode``.
+        ValueError: the tensor is on the device meta.
     """
     if tensor.is_meta:
         raise ValueError(
             f"{name} has no memory (device meta): let model.to_empty(device=...) give it to the model, and initialise "
             "it, before the optimiser is made"
-        )
-    if tensor.is_inference():
-        raise ValueError(
-            f"{name} was made under torch.inference_mode, and cannot be changed outside: make the model without, or "
-            "the tensor of its clone()"
         )
 
 
