@@ -28,7 +28,6 @@ from gradwire import rendezvous  # noqa: E402
 from .ranks import Ranks  # noqa: E402
 from .test_optimizer import (  # noqa: E402
     OPTIMIZERS,
-    batch,
     flat,
     loss_of,
     model,
@@ -93,71 +92,6 @@ def test_nodes_that_begin_differently_save_the_same_parameters(
     assert not same_bits(own, other), "each node's model holds its own residual"
     assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
     assert 1.0 < scale <= 2.0**0.5 if name == "AdamW" else scale == 1.0
-
-
-def in_order_of(rank: int, params: Any) -> list[Any]:
-    """Return parameters as a set may have them: in another order in every process."""
-    return list(params)[:: -1 if rank else 1]
-
-
-def squares(rank: int) -> Any:
-    """Return a model whose parameters fit each other's places."""
-    torch.manual_seed(rank)
-    return torch.nn.Sequential(*[torch.nn.Linear(20, 20) for _ in range(3)])
-
-
-def train_squares(net: Any, optimizer: Any, steps: Any) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        inputs, _ = batch(0, step)
-        (net(inputs) - inputs).square().mean().backward()
-        optimizer.step()
-
-
-def test_parameters_belong_together_by_name_whatever_order_their_groups_have(
-    pair: list[gw.Node],
-) -> None:
-    nets = [squares(rank) for rank in range(2)]
-    wanted = copy.deepcopy(nets[0].state_dict())
-
-    def work(rank: int) -> Any:
-        net = nets[rank]
-        params = dict(net[:2].named_parameters()).items()
-        groups = [
-            {"params": in_order_of(rank, [param for name, param in params if kind in name])}
-            for kind in ("weight", "bias")
-        ]
-        given = [list(map(id, group["params"])) for group in groups]
-        inner = torch.optim.AdamW(groups, lr=0.01)
-        optimizer = gradwire.torch.share(net, inner, node=pair[rank], density=0.1)
-        optimizer.join()
-        begun = copy.deepcopy(net.state_dict())
-        train_squares(net, optimizer, range(3))
-        optimizer.add_param_group({"params": in_order_of(rank, net[2].parameters())})
-        train_squares(net, optimizer, range(3, 6))
-        assert [list(map(id, group["params"])) for group in inner.param_groups[:2]] == given
-        return begun, net.state_dict()
-
-    results = run_together(work, 2)
-    for begun, _ in results:
-        assert all(torch.equal(begun[name], wanted[name]) for name in begun)
-    (_, first), (_, second) = results
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def test_a_checkpoint_s_own_parameters_belong_to_names_whatever_order_a_group_has() -> None:
-    net = squares(0)
-    optimizer = gradwire.torch.share(net, torch.optim.SGD(net.parameters(), lr=0.1), density=0.1)
-    train_squares(net, optimizer, range(3))
-    weights, state = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
-    train_squares(net, optimizer, range(3, 6))
-    other = squares(1)
-    inner = torch.optim.SGD(in_order_of(1, other.parameters()), lr=0.1)
-    again = gradwire.torch.share(other, inner, density=0.1)
-    other.load_state_dict(weights)
-    again.load_state_dict(state)
-    train_squares(other, again, range(3, 6))
-    assert same_bits(flat(other), flat(net))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -668,42 +602,6 @@ def test_a_model_whose_gradients_all_ranks_average_is_refused(two_ranks: Ranks) 
     assert one == other
 
 
-def test_tensors_that_cannot_be_shared_are_named_before_there_is_a_node(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(gw.Node, "from_env", lambda **_: pytest.fail("made a node"))
-    net = model()
-    net.register_buffer("mask", torch.ones(3, device="meta"))
-    with pytest.raises(ValueError, match="mask has no memory"):
-        share(net)
-    net = model()
-    net[0] = torch.nn.Linear(20, 8, device="meta")
-    for params, text in ((net.parameters(), "0.weight has no"), (net[2].parameters(), "0.weight")):
-        with pytest.raises(ValueError, match=text):
-            gradwire.torch.share(net, torch.optim.SGD(params, lr=0.1))
-    net = model()
-    net[2].bias = torch.nn.Parameter(torch.zeros(1).expand(3))
-    with pytest.raises(ValueError, match=r"2\.bias has several elements in the same memory"):
-        share(net)
-    with torch.inference_mode():
-        net = model()
-    with pytest.raises(ValueError, match=r"0\.weight was made under torch\.inference_mode"):
-        share(net)
-
-
-def test_an_observer_is_sent_to_an_exchange_of_its_own(
-    pair: list[gw.Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    net = model()
-    encoder = gw.Encoder(sum(param.numel() for param in net.parameters()))
-    exchange = gw.Exchange(encoder, pair[0], role="observer")
-    with pytest.raises(ValueError, match=r"observer.* call its follow"):
-        gradwire.torch.SharedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), exchange)
-    monkeypatch.setattr(gw.Node, "from_env", lambda **_: pytest.fail("made a node"))
-    with pytest.raises(ValueError, match=r"observer.* call its follow"):
-        share(net, role="observer")
-
-
 def test_arguments_of_the_wrong_kind_are_refused() -> None:
     net = model()
     with pytest.raises(TypeError, match="Module"):
@@ -722,52 +620,6 @@ def test_a_step_inside_shared_parameters_is_an_error() -> None:
     train(net, optimizer, 0, range(2))
     with optimizer.shared_parameters(), pytest.raises(RuntimeError, match="would be lost"):
         train(net, optimizer, 0, range(1))
-
-
-@pytest.mark.parametrize("name", ["join", "resync", "catch_up", "leave"])
-def test_what_changes_the_parameters_is_refused_inside_shared_parameters(name: str) -> None:
-    net = model()
-    optimizer = share(net)
-    train(net, optimizer, 0, range(2))
-    own = flat(net)
-    with optimizer.shared_parameters():
-        shared = flat(net)
-        with pytest.raises(
-            RuntimeError, match=rf"{name}\(\) inside .* would be lost: call it outside"
-        ):
-            getattr(optimizer, name)()
-        assert same_bits(flat(net), shared)
-    assert same_bits(flat(net), own)
-    optimizer.leave()
-    assert not same_bits(flat(net), own), "the residual was sent"
-    optimizer.leave()
-    assert optimizer.catch_up() == 0
-    with pytest.raises(gw.Closed):
-        optimizer.resync()
-
-
-def test_a_checkpoint_is_not_loaded_inside_shared_parameters() -> None:
-    first = model()
-    optimizer = share(first)
-    train(first, optimizer, 0, range(3))
-    net = model()
-    again = share(net)
-    with again.shared_parameters(), pytest.raises(RuntimeError, match=r"load_state_dict.* outside"):
-        again.load_state_dict(optimizer.state_dict())
-    assert not again.state
-    net.load_state_dict(first.state_dict())
-    again.load_state_dict(optimizer.state_dict())
-    assert same_bits(flat(net), flat(first))
-
-
-def test_a_resync_before_the_first_step_joins() -> None:
-    net = model(torch.bfloat16)
-    for param in net.parameters():
-        param.data.fill_(torch.nan)  # as memory that nothing was written to
-    optimizer = share(net)
-    net.load_state_dict(model(torch.bfloat16).state_dict())
-    assert optimizer.resync().step == 0
-    assert same_bits(flat(net), flat(model(torch.bfloat16)))
 
 
 def test_a_gradient_that_is_not_finite_leaves_the_optimiser_as_it_was() -> None:

@@ -20,13 +20,12 @@ from torch._compile import _disable_dynamo
 from ..arrays import copies, writable_views
 from ..errors import Closed, Mismatch, NonFiniteUpdate
 from ..exchange import Exchange, LocalExchange, hand_over, take_over
-from ..exchange.consistency import digest_of
 from ..state import check_flag
 from .checkpoint import KEY, LoadedState, Values, dcp_caller, put_into, state_of, take_from
 from .judge import Judgement, judge, parameters_of
 from .marks import Marks
 from .optimizer_state import SharedState
-from .staging import Staging, fetch_moved, store, sums_of
+from .staging import Staging, fetch_moved, is_same, snapshot, store, sums_of
 
 if TYPE_CHECKING:
     from ..exchange import AnyExchange, Joined, StepResult
@@ -822,10 +821,10 @@ class SharedOptimizer(torch.optim.Optimizer):
         # A checkpoint, or another worker of this machine, may have the same parameters: then nothing has changed.
         if isinstance(self.exchange, Exchange) and self._loaded is None:
             return self.join().is_replaced
-        before = [_snapshot(staging.tensor) for staging in self._params]
+        before = [snapshot(staging.tensor) for staging in self._params]
         self.join()
         now = [staging.tensor for staging in self._params]
-        return not all(map(_is_same, before, now))
+        return not all(map(is_same, before, now))
 
     def _check_gradients(self) -> None:
         """Refuse gradients that are not finite, before they spoil the optimiser's state."""
@@ -973,17 +972,6 @@ class SharedOptimizer(torch.optim.Optimizer):
         store(self._params)
         if self._has_joined:
             self._marks.set(self._tensors())
-
-
-def _snapshot(tensor: torch.Tensor) -> str | torch.Tensor:
-    """Return a digest of a tensor's bits, for which no memory of its size is needed; or a copy on a device."""
-    if tensor.device.type != "cpu":
-        return tensor.clone()
-    return digest_of([tensor.contiguous().view(-1).view(torch.uint8).numpy()])
-
-
-def _is_same(before: str | torch.Tensor, now: torch.Tensor) -> bool:
-    return before == _snapshot(now) if isinstance(before, str) else torch.equal(before, now)
 
 
 def _numbered(

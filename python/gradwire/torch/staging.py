@@ -12,13 +12,16 @@ import torch
 
 from .. import _core
 from ..arrays import cuda_core, device_of, stream_of
+from ..exchange.consistency import digest_of
 
 __all__ = [
     "Staging",
     "check_memory",
     "fetch_moved",
+    "is_same",
     "local_of",
     "normal_tensors",
+    "snapshot",
     "store",
     "sum_of",
     "sums_of",
@@ -307,6 +310,18 @@ def store(stagings: Sequence[Staging]) -> None:
     if together:
         tensors, memories = (list(tensors) for tensors in zip(*together, strict=True))
         torch._foreach_copy_(tensors, memories)
+
+
+def snapshot(tensor: torch.Tensor) -> str | torch.Tensor:
+    """Return a digest of a tensor's bits, for which no memory of its size is needed; or a copy on a device."""
+    if tensor.device.type != "cpu":
+        return tensor.clone()
+    return digest_of([tensor.contiguous().view(-1).view(torch.uint8).numpy()])
+
+
+def is_same(before: str | torch.Tensor, now: torch.Tensor) -> bool:
+    """Return whether a tensor has the bits that `snapshot` returned."""
+    return before == snapshot(now) if isinstance(before, str) else torch.equal(before, now)
 
 
 def sums_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
