@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ..arrays import copies
 from ..exchange.checkpoint import params_of
 from ..exchange.consistency import digest_of
+from ..exchange.groups import split_by_tensor
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -20,8 +21,20 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ..exchange import AnyExchange
+    from .staging import Staging
 
-__all__ = ["KEY", "LoadedState", "Values", "dcp_caller", "put_into", "state_of", "take_from"]
+__all__ = [
+    "KEY",
+    "LoadedState",
+    "Values",
+    "are_same",
+    "check_kinds",
+    "dcp_caller",
+    "overwritten",
+    "put_into",
+    "state_of",
+    "take_from",
+]
 
 #: A node's own parameters: the codec's memory, and the tensors that have less precision than that memory.
 Values = tuple[list[np.ndarray[Any, Any]], list[torch.Tensor]]
@@ -47,7 +60,8 @@ def state_of(
     shared: list[NDArray[Any]],
     is_rounded: Sequence[bool],
     *,
-    in_model: bool,
+    in_model: Sequence[bool],
+    written: Sequence[bool],
 ) -> dict[str, Any]:
     """Return the state of an exchange and of a node's own parameters, as tensors and plain values.
 
@@ -59,7 +73,8 @@ def state_of(
         own: this node's parameters, in host memory.
         shared: those that all nodes share, in host memory.
         is_rounded: for every parameter whether its tensor has less precision than the codec's memory.
-        in_model: whether the model's own state has the shared parameters.
+        in_model: for every parameter whether the model's own state has the shared one, as far as its precision goes.
+        written: for every parameter whether other weights were written into it since the last step.
     """
     params, halves = own
     state = exchange.state_dict(params)
@@ -67,11 +82,12 @@ def state_of(
     if "encoders" in state:  # of a team only the leader's
         state["shared"] = shared
         bases = list(map(torch.from_numpy, params_of(state)))
-        if in_model:
-            # In half precision the model's state lacks bits.
-            state["shared"] = [
-                array if flag else None for array, flag in zip(shared, is_rounded, strict=True)
-            ]
+        # In half precision the model's state lacks bits.
+        state["shared"] = tuple(
+            None if flag and not is_half else array
+            for array, flag, is_half in zip(shared, in_model, is_rounded, strict=True)
+        )
+        if any(in_model):
             state["digest"] = digest_of(shared)
         # Tuples, because a distributed checkpoint stores and loads a tuple as a whole: the state before the first step,
         # into which it is loaded, has no velocity and owns nothing.
@@ -84,8 +100,24 @@ def state_of(
     state["rounded"] = tuple(
         _pack(half, tensor.to(half.dtype)) for half, tensor in zip(halves, rounded, strict=True)
     )
+    state["written"] = tuple(written)
     tree: dict[str, Any] = _map_leaves(state, np.ndarray, torch.from_numpy)
     return tree
+
+
+def overwritten(
+    own: Values, now: Values, written: Sequence[bool], is_rounded: Sequence[bool]
+) -> Values:
+    """Return a node's own parameters, but for those that were written as they are now."""
+    memory = [
+        array if flag and not is_half else before
+        for before, array, flag, is_half in zip(own[0], now[0], written, is_rounded, strict=True)
+    ]
+    flags = [flag for flag, is_half in zip(written, is_rounded, strict=True) if is_half]
+    halves = [
+        half if flag else before for before, half, flag in zip(own[1], now[1], flags, strict=True)
+    ]
+    return memory, halves
 
 
 class LoadedState:
@@ -97,11 +129,14 @@ class LoadedState:
     Attributes:
         stored: as given.
         is_restored: whether the model has this node's parameters of the checkpoint.
+        written: by the numbers of the parameters into which other weights had been written since the last step, the
+            shared ones; None where the codec's memory had not yet taken the weights over, or another worker has them.
     """
 
     def __init__(self, stored: dict[str, Any]) -> None:
         self.stored = stored
         self.is_restored = False
+        self.written: dict[int, torch.Tensor | None] = {}
 
     def restore(
         self,
@@ -124,6 +159,9 @@ class LoadedState:
         nothing = (None,) * len(params)
         local = stored.pop("local", nothing)  # ``redistribute`` removes what is one node's
         halves = stored.pop("rounded", nothing)
+        # Where states were merged for other nodes, the residual alone has what was written.
+        flags = stored.pop("written", ()) if local is not nothing else ()
+        self.written = {index: None for index, flag in enumerate(flags) if flag}
         state = _map_leaves(stored, torch.Tensor, lambda tensor: tensor.cpu().numpy())
         bases = copies(params)
         if "encoders" not in state:
@@ -140,7 +178,11 @@ class LoadedState:
             state["last_updates"] = list(state.get("last_updates", ()))
             # Infinite elements are no part of any sum.
             finite = [np.where(np.isinf(array), array.dtype.type(0), array) for array in shared]
-            exchange.load_state_dict({**state, "shared": finite})
+            for index in self.written:
+                if half_dtypes[index] is None:
+                    self.written[index] = torch.from_numpy(shared[index])
+            encoders = self._without_written(state, finite)
+            exchange.load_state_dict({**state, "shared": finite, "encoders": encoders})
             if "digest" in state and digest_of(shared) != state["digest"]:
                 return None
             bases = params_of({**state, "shared": shared})
@@ -156,8 +198,57 @@ class LoadedState:
             [_unpack(*pair) for pair in zip(halves, rounded, strict=False)],
         )
 
+    def _without_written(
+        self, state: dict[str, Any], shared: list[NDArray[Any]]
+    ) -> list[dict[str, Any]]:
+        """Return the states of the encoders, with no residual where weights were written: it leads to these."""
+        encoders = [{**saved, "residual": saved["residual"].copy()} for saved in state["encoders"]]
+        parts = split_by_tensor([saved["residual"] for saved in encoders], state["tensors"], shared)
+        for index, values in self.written.items():
+            if values is not None:
+                parts[index][...] = 0.0
+        return encoders
+
+    def take_back(self, params: Sequence[Staging]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Take out of the model what had been written into it before the state was saved; return tensors and values.
+
+        Written again after the join, this is noticed as without the checkpoint: all nodes go on from it if it is the
+        same on all.
+        """
+        taken = []
+        for index, shared in self.written.items():
+            tensor = params[index].tensor
+            taken.append((tensor, tensor.clone()))
+            if shared is not None:
+                params[index].assign(shared)
+        return taken
+
 
 # ---- bits that differ ------------------------------------------------------------------------------------------------
+
+
+def are_same(arrays: Sequence[NDArray[Any]], tensors: Sequence[torch.Tensor]) -> list[bool]:
+    """Return for each array whether a tensor has its bits, as far as the tensor's precision goes."""
+    return [
+        snapshot(torch.from_numpy(array).to(tensor.dtype)) == snapshot(tensor.cpu())
+        for array, tensor in zip(arrays, tensors, strict=True)
+    ]
+
+
+def check_kinds(params: Sequence[Staging]) -> None:
+    """Refuse to put shared parameters into tensors of another kind, or into a state of these.
+
+    Raises:
+        ValueError: as ``Staging.check_kind``.
+    """
+    try:
+        for staging in params:
+            staging.check_kind()
+    except ValueError as error:
+        raise ValueError(
+            f"{error}, or after optimizer.close(): as it is now, it has this node's own parameters, residual included, "
+            "and not those that all nodes share"
+        ) from None
 
 
 def _pack(values: torch.Tensor, base: torch.Tensor | None) -> Any:

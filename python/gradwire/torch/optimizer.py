@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import math
 import reprlib
 import sys
@@ -21,7 +22,8 @@ from ..arrays import copies, writable_views
 from ..errors import Closed, Mismatch, NonFiniteUpdate
 from ..exchange import Exchange, LocalExchange, hand_over, take_over
 from ..state import check_flag
-from .checkpoint import KEY, LoadedState, Values, dcp_caller, put_into, state_of, take_from
+from . import checkpoint
+from .checkpoint import KEY, LoadedState, Values, dcp_caller, put_into, take_from
 from .judge import Judgement, judge, parameters_of
 from .marks import Marks
 from .optimizer_state import SharedState
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from ..sharing import Training
 
 __all__ = ["Extension", "SharedOptimizer", "check_role"]
+
+_LOG = logging.getLogger(__name__)
 
 # Where torch keeps an optimiser's hooks.
 _HOOKS = ("step", "state_dict", "load_state_dict")
@@ -288,15 +292,23 @@ class SharedOptimizer(torch.optim.Optimizer):
         for staging in self._params:
             staging.mark_constants()
         self._set_values(self._local)
+        written = self._loaded.take_back(self._params) if self._loaded else []
         if self._scale == "auto" and self._judgement is not None and self._judgement.is_adaptive:
             self.exchange.agreement.start(self._judgement.momentum)
-        joined = self.exchange.join(*self._memory, equalize=self._equalizes)
+        try:
+            joined = self.exchange.join(*self._memory, equalize=self._equalizes)
+        except BaseException:
+            self._set_values(self._local)
+            raise
         if joined.is_late or not self.exchange.has_local_steps:
             self._store()
         self._loaded = None
         self._local = [], []
         self._has_joined = True
         self._marks.set(self._tensors())
+        if not joined.is_replaced:
+            for tensor, values in written:
+                tensor.copy_(values)
         if self.step_number:
             # Steps were taken, elsewhere or before: torch need not warn of a schedule that is brought to this step.
             self.optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -347,9 +359,13 @@ class SharedOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """End this node's part in the training; the model then is a plain one with the parameters that all share.
 
-        Node, port and shared memory are free for the next ``share`` of this process. What is still in the residual
-        stays unsent. The optimiser can still be saved. Without a call, an optimiser ends when it is collected, or with
-        the process. A second call does nothing.
+        Parameters into which other weights were written since the last step stay as they are. Node, port and shared
+        memory are free for the next ``share`` of this process. What is still in the residual stays unsent. The
+        optimiser can still be saved. Without a call, an optimiser ends when it is collected, or with the process. A
+        second call does nothing.
+
+        Raises:
+            ValueError: the model was converted or moved since it was shared; it stays so, and all is closed.
         """
         self._close(has_failed=False)
 
@@ -357,16 +373,29 @@ class SharedOptimizer(torch.optim.Optimizer):
         if self._is_closed:
             return
         self._is_closed = True
-        if not has_failed and self._has_joined and self._set_aside is not None:
+        try:
+            self._leave_shared()
+        except Exception:
+            # It would hide the error with which this training ends.
+            if not has_failed:
+                raise
+            _LOG.warning(
+                "the model keeps this node's own parameters, residual included", exc_info=True
+            )
+        finally:
+            if self._training is not None:
+                self._training.close(has_failed=has_failed)
+
+    def _leave_shared(self) -> None:
+        """Let the model hold the shared parameters for good, but for what was written into it since the last step."""
+        if self._set_aside is not None:
             self._stays_shared = True
-        elif not has_failed and self._has_joined:
+        elif self._has_joined or (self._loaded is not None and self._loaded.is_restored):
+            checkpoint.check_kinds(self._params)
             self.take_returned()
-            # Other weights that were copied into the model stay. Within ``shared_parameters``, too, a checkpoint has
-            # this node's own parameters.
-            if all(self._are_as_left(writable_views(self._memory[0]))):
-                self._set_aside = self._swap_shared()
-        if self._training is not None:
-            self._training.close(has_failed=has_failed)
+            is_left = self._are_as_left(writable_views(self._memory[0]))
+            # A checkpoint has this node's own parameters from now on, too.
+            self._set_aside = self._swap_shared(is_left)
 
     @property
     def has_joined(self) -> bool:
@@ -375,8 +404,8 @@ class SharedOptimizer(torch.optim.Optimizer):
 
     @property
     def has_ended(self) -> bool:
-        """Whether the training has ended in order, and the model is a plain one."""
-        return self._is_closed and self._set_aside is not None
+        """Whether the training has ended, and the model is a plain one."""
+        return self._is_closed
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -429,9 +458,9 @@ class SharedOptimizer(torch.optim.Optimizer):
             return self.optimizer.step()
         self._check_parameters()
         loss = None
-        if self._has_joined:
-            self._note_written()
-        if self._has_joined or not self._join_moves() or closure is not None:
+        has_moved = not self._has_joined and self._join_moves()
+        self._note_written()
+        if not has_moved or closure is not None:
             with self._scaled():
                 loss = self._local_step(closure)
         if self.exchange.is_next_local:
@@ -514,11 +543,15 @@ class SharedOptimizer(torch.optim.Optimizer):
     def shared_or_none(self) -> list[torch.Tensor | None]:
         """Return copies of the shared parameters as ``shared_tensors`` does, but None for those that the model has.
 
-        It has a parameter as it is to be saved before the first step, and where other weights were copied into it since
-        the last one.
+        It has a parameter as it is to be saved before the first step, where other weights were copied into it since
+        the last one, and after the end.
+
+        Raises:
+            ValueError: the model was converted or moved since it was shared.
         """
         if self.has_ended:
             return [None] * len(self._params)
+        checkpoint.check_kinds(self._params)
         arrays = writable_views(self._memory[0])
         is_restored = self._loaded is not None and self._loaded.is_restored
         if self._set_aside is not None:
@@ -549,6 +582,8 @@ class SharedOptimizer(torch.optim.Optimizer):
         if self._has_joined and not self.exchange.is_settled:
             return [self._marks.hold(self._tensors())] * len(arrays)
         is_left = self.exchange.held(arrays)
+        for index in self._loaded.written if self._loaded else ():
+            is_left[index] = False
         if self.exchange.has_local_steps:
             return is_left  # they move the tensors alone
         for index, staging in enumerate(self._params):
@@ -686,22 +721,34 @@ class SharedOptimizer(torch.optim.Optimizer):
         """Return the wrapped optimiser's state; under "gradwire" the exchange's, and this node's own parameters.
 
         Raises:
-            ValueError: torch's functions for distributed checkpoints call this with ``flatten_optimizer_state_dict``.
+            ValueError: torch's functions for distributed checkpoints call this with ``flatten_optimizer_state_dict``;
+                or the model was converted or moved since it was shared.
         """
         for prepare in list(self._optimizer_state_dict_pre_hooks.values()):
             prepare(self)
-        if self._loaded is not None:
-            stored = self._loaded.stored
-        else:
-            own = self._set_aside or self._values()
-            is_rounded = [staging.is_rounded for staging in self._params]
-            stored = state_of(
-                self.exchange, own, self._shared_arrays(), is_rounded, in_model=self._is_in_model
-            )
-        state = put_into(self.optimizer.state_dict(), stored)
+        state = put_into(self.optimizer.state_dict(), self._stored())
         for change in list(self._optimizer_state_dict_post_hooks.values()):
             state = change(self, state) or state
         return state
+
+    def _stored(self) -> dict[str, Any]:
+        """Return what a checkpoint has beside the wrapped optimiser's state."""
+        if self._loaded is not None:
+            return self._loaded.stored
+        checkpoint.check_kinds(self._params)
+        is_open = self._has_joined and self._set_aside is None and not self._is_closed
+        is_left = self._are_as_left(writable_views(self._memory[0])) if is_open else []
+        own = self._set_aside or self._values()
+        shared = self._shared_arrays()
+        is_rounded = [staging.is_rounded for staging in self._params]
+        is_left = is_left or checkpoint.are_same(shared, self._tensors())
+        written = [not flag and (is_open or self._is_closed) for flag in is_left]
+        if self._is_closed and any(written):
+            own = checkpoint.overwritten(own, self._values(), written, is_rounded)
+        in_model = [flag and self._is_in_model for flag in is_left]
+        return checkpoint.state_of(
+            self.exchange, own, shared, is_rounded, in_model=in_model, written=written
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from ``state_dict``, before the first step; a plain optimiser's state, at any time, has no residual.
@@ -934,15 +981,21 @@ class SharedOptimizer(torch.optim.Optimizer):
         halves = [staging.tensor for staging in self._params if staging.is_rounded]
         return [tensor.cpu().clone() for tensor in halves]
 
-    def _swap_shared(self) -> Values:
-        """Put the shared parameters into the model, and return what ``_values`` had returned before."""
+    def _swap_shared(self, is_left: Sequence[bool] = ()) -> Values:
+        """Put the shared parameters into the model, and return what ``_values`` had returned before.
+
+        Args:
+            is_left: for every parameter whether to do so; empty: for all.
+        """
         rounded = self._fetch_rounded()
         arrays = self._shared_arrays()
         # One after the other: another copy of all of them might be too much.
-        for staging, array in zip(self._params, arrays, strict=True):
+        flags = is_left or [True] * len(arrays)
+        for staging, array, flag in zip(self._params, arrays, flags, strict=True):
             [own] = copies(writable_views([staging.memory]))
             staging.complete(torch.from_numpy(own))
-            staging.assign(torch.from_numpy(array))
+            if flag:
+                staging.assign(torch.from_numpy(array))
             array[...] = own
         return arrays, rounded
 
