@@ -14,6 +14,7 @@ from ..arrays import copies
 from ..exchange.checkpoint import params_of
 from ..exchange.consistency import digest_of
 from ..exchange.groups import split_by_tensor
+from .staging import Staging, snapshot
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ..exchange import AnyExchange
-    from .staging import Staging
 
 __all__ = [
     "KEY",
