@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from .errors import Closed, Mismatch
-from .sharing import Training, check_shapes, check_state, training_for
+from .sharing import Training, check_shapes, check_state, is_failure, training_for
 from .state import check_flag
 from .transport import Node
 
@@ -155,8 +155,8 @@ def share(
         def __enter__(self) -> Any:
             return self
 
-        def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-            self.init.__self__.close(has_failed=kind is not None)
+        def __exit__(self, *error: object) -> None:
+            self.init.__self__.close(has_failed=is_failure(*error))
 
     def begin(named: Any, *, is_adaptive: bool) -> Training:
         return training_for(

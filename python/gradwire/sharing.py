@@ -44,6 +44,7 @@ __all__ = [
     "TrainingMaker",
     "check_shapes",
     "check_state",
+    "is_failure",
     "share",
     "training_for",
 ]
@@ -93,6 +94,7 @@ class Training:
         self._node = node
         self._process = os.getpid()
         self._finalizer: Any = None
+        self._owner = 0, 0  # its id and its thread
         self._is_closed = threading.Lock()  # locked once
         # A node of the caller's, without a team, is the caller's to end.
         self._ends_itself = run is not None or node is not None
@@ -136,6 +138,38 @@ class Training:
         if self._ends_itself:
             self._finalizer = weakref.finalize(owner, self._close_after_owner)
             self._finalizer.atexit = False
+
+    def begin_with(self, owner: object) -> None:
+        """End the training when its owner, which calls ``end_collected`` then, is collected."""
+        self._owner = id(owner), threading.get_ident()
+
+    def end_collected(self, owner: object, close: Callable[..., None], *, is_closed: bool) -> None:
+        """End the training, because its owner is collected: the parameters become the shared ones, where that is safe.
+
+        Args:
+            owner: as given to ``begin_with``; nothing happens for a proxy that has its attributes.
+            close: of the owner.
+            is_closed: whether it was called before.
+        """
+        number, thread = self._owner
+        if number != id(owner) or is_closed or sys.is_finalizing():
+            return
+        if os.getpid() != self._process:
+            return  # a forked child's copy
+        try:
+            # The collector runs in any thread, and the parameters may be in use in the owner's.
+            if threading.get_ident() == thread:
+                close(has_failed=False, closes_training=False)
+            elif self.exchange.step_number > 0:
+                _LOG.warning(
+                    "what share() has returned was collected in another thread than it was made in: the parameters "
+                    "stay this node's own, residual included; call close(), or write `with share(...) as ...`"
+                )
+        except Exception:
+            _LOG.exception("the training has not ended in order")
+        finally:
+            if self._ends_itself:
+                self._close_after_owner()
 
     def close(self, *, has_failed: bool = False) -> None:
         """Give everything back; a second call does nothing.
@@ -233,7 +267,7 @@ class SharedArrays(NotCopied, instead="save its state_dict()"):
         self._training = training
         self._has_joined = False
         self._is_closed = False
-        training.end_with(self)
+        training.begin_with(self)
 
     def __repr__(self) -> str:
         return f"<gradwire.SharedArrays over {self.exchange!r}>"
@@ -333,21 +367,35 @@ class SharedArrays(NotCopied, instead="save its state_dict()"):
         """
         self._close(has_failed=False)
 
-    def _close(self, *, has_failed: bool) -> None:
+    def _close(self, *, has_failed: bool, closes_training: bool = True) -> None:
         if self._is_closed:
             return
         self._is_closed = True
-        if not has_failed and self._has_joined:
-            put(writable_views(self.params), self.exchange.shared(self.params))
-        self._training.close(has_failed=has_failed)
+        try:
+            if not has_failed and self._has_joined:
+                put(writable_views(self.params), self.exchange.shared(self.params))
+        finally:
+            if closes_training:
+                self._training.close(has_failed=has_failed)
 
     def __enter__(self) -> SharedArrays:
         """Return the arrays."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         """Close; after an error without a goodbye, so that the others know."""
-        self._close(has_failed=kind is not None)
+        self._close(has_failed=is_failure(*error))
+
+    def __del__(self) -> None:
+        training = vars(self).get("_training")
+        if training is not None:
+            training.end_collected(self, self._close, is_closed=self._is_closed)
+
+
+def is_failure(kind: object = None, error: object = None, *_: object) -> bool:
+    """Return whether what leaves a ``with`` block is a failure: ``sys.exit()`` and ``sys.exit(0)`` are not."""
+    is_orderly = isinstance(error, SystemExit) and error.code in (None, 0)
+    return kind is not None and not is_orderly
 
 
 def share(

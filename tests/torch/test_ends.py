@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import copy
+import gc
+import pickle
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch: Any = pytest.importorskip("torch", reason="torch is not installed")
 
 import gradwire as gw  # noqa: E402
 import gradwire.torch  # noqa: E402
+from gradwire.sharing import Training  # noqa: E402
 
 from .test_optimizer import OPTIMIZERS, flat, model, run_together, same_bits  # noqa: E402
+
+register_parametrization: Any = torch.nn.utils.parametrize.register_parametrization
 
 pytestmark = pytest.mark.torch
 
@@ -204,3 +212,172 @@ def test_a_model_that_was_converted_ends_all_the_same(monkeypatch: pytest.Monkey
     optimizer.close()
     assert all(same(net.state_dict(), dict(net.named_parameters())).values())
     share(model()).close()
+
+
+def test_a_closed_model_is_pickled_without_gradwire() -> None:
+    net = model()
+    optimizer = share(net)
+    train(net, optimizer, 0, range(2))
+    optimizer.close()
+    assert b"gradwire" not in pickle.dumps(net)
+    assert not net._state_dict_hooks
+    assert not net[0]._load_state_dict_pre_hooks
+
+
+@pytest.mark.parametrize("in_a_cycle", [False, True])
+def test_an_optimiser_that_is_collected_leaves_the_shared_parameters(
+    pair: list[gw.Node], in_a_cycle: bool
+) -> None:
+    def fit(rank: int, net: Any) -> Any:
+        optimizer = share(net, pair[rank])
+        train(net, optimizer, rank, range(4))
+        if in_a_cycle:
+            optimizer.itself = [optimizer]
+        return copy.deepcopy(net.state_dict())
+
+    def work(rank: int) -> Any:
+        net = model()
+        shared = fit(rank, net)
+        return net, shared
+
+    gc.disable()
+    try:
+        nets = run_together(work, 2)
+    finally:
+        gc.enable()
+    if not in_a_cycle:
+        assert all(all(same(net.state_dict(), shared).values()) for net, shared in nets)
+
+
+def test_arrays_and_optimisers_collected_elsewhere_say_what_they_leave(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    net = model()
+    held = [share(net)]
+    train(net, held[0], 0, range(3))
+    own = flat(net)
+    thread = threading.Thread(target=held.clear)
+    thread.start()
+    thread.join()
+    assert "call close()" in caplog.text
+    assert same_bits(flat(net), own)
+    weights = np.zeros(100, np.float32)
+    arrays = gw.share(weights, density=0.02)
+    arrays.step(np.linspace(0.0, 1.0, 100, dtype=np.float32))
+    shared = arrays.shared()
+    assert not np.array_equal(weights, shared)
+    del arrays
+    assert np.array_equal(weights, shared)
+
+
+@pytest.mark.parametrize("code", [None, 0, 1])
+def test_an_orderly_exit_is_no_failure(code: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[bool] = []
+    close = Training.close
+
+    def note(training: Training, *, has_failed: bool = False) -> None:
+        ends.append(has_failed)
+        close(training, has_failed=has_failed)
+
+    monkeypatch.setattr(Training, "close", note)
+    net = model()
+    with pytest.raises(SystemExit), share(net):
+        sys.exit(code)
+    with pytest.raises(SystemExit), gw.share(np.zeros(100, np.float32)):
+        sys.exit(code)
+    assert ends == [bool(code)] * 2
+
+
+# ---- modules that come later, and loads in parts ---------------------------------------------------------------------
+
+
+class Headed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = model()
+
+    def forward(self, inputs: Any) -> Any:
+        outputs = self.body(inputs)
+        return self.head(outputs) if hasattr(self, "head") else outputs
+
+    def grow(self, optimizer: Any) -> None:
+        self.head = torch.nn.Linear(3, 3)
+        torch.nn.init.constant_(self.head.weight, 0.1)
+        torch.nn.init.zeros_(self.head.bias)
+        optimizer.add_param_group({"params": self.head.parameters()})
+
+
+class Same(torch.nn.Module):
+    def forward(self, weight: Any) -> Any:
+        return weight * 1.0
+
+    def right_inverse(self, weight: Any) -> Any:
+        return weight
+
+
+def test_modules_that_come_later_save_the_shared_parameters(pair: list[gw.Node]) -> None:
+    def work(rank: int) -> Any:
+        net = Headed()
+        optimizer = share(net, pair[rank])
+        train(net, optimizer, rank, range(2))
+        net.grow(optimizer)
+        train(net, optimizer, rank, range(2, 4))
+        head = copy.deepcopy(net.head.state_dict())
+        register_parametrization(net.body[0], "weight", Same())
+        train(net, optimizer, rank, range(4, 6))
+        return head, copy.deepcopy(net.state_dict())
+
+    one, two = run_together(work, 2)
+    assert all(all(same(here, there).values()) for here, there in zip(one, two, strict=True))
+
+
+def test_a_model_that_has_grown_is_resumed() -> None:
+    def begin() -> tuple[Any, Any]:
+        net = Headed()
+        return net, share(net)
+
+    net, optimizer = begin()
+    train(net, optimizer, 0, range(2))
+    net.grow(optimizer)
+    train(net, optimizer, 0, range(2, 4))
+    weights, state = saved(net, optimizer)
+    train(net, optimizer, 0, range(4, 6))
+    resumed, again = begin()
+    resumed.grow(again)
+    resumed.load_state_dict(weights)
+    again.load_state_dict(state)
+    train(resumed, again, 0, range(4, 6))
+    assert same_bits(flat(resumed), flat(net))
+
+
+def load_parts(net: Any, weights: Any) -> None:
+    for index in "02":
+        part = {name[2:]: value for name, value in weights.items() if name.startswith(index)}
+        net[int(index)].load_state_dict(part)
+
+
+def copy_over(net: Any, weights: Any) -> None:
+    with torch.no_grad():
+        for name, param in net.named_parameters():
+            param.copy_(weights[name])
+
+
+@pytest.mark.parametrize("load", [load_parts, copy_over])
+@pytest.mark.parametrize("is_first", [False, True], ids=["optimiser first", "model first"])
+def test_a_checkpoint_s_model_may_be_loaded_in_parts(load: Any, is_first: bool) -> None:
+    net = model()
+    optimizer = share(net)
+    train(net, optimizer, 0, range(4))
+    weights, state = saved(net, optimizer)
+    train(net, optimizer, 0, range(4, 7))
+    resumed = model()
+    again = share(resumed)
+    if is_first:
+        load(resumed, weights)
+    again.load_state_dict(state)
+    if not is_first:
+        load(resumed, weights)
+    if load is copy_over:
+        again.join()  # nothing else tells that the model is complete
+    train(resumed, again, 0, range(4, 7))
+    assert same_bits(flat(resumed), flat(net))

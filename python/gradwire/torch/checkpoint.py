@@ -30,6 +30,7 @@ __all__ = [
     "are_same",
     "check_kinds",
     "dcp_caller",
+    "is_held",
     "overwritten",
     "put_into",
     "state_of",
@@ -118,6 +119,19 @@ def overwritten(
         half if flag else before for before, half, flag in zip(own[1], now[1], flags, strict=True)
     ]
     return memory, halves
+
+
+def is_held(own: Values, params: Sequence[Staging]) -> bool:
+    """Return whether a model has a node's own parameters."""
+    memory, rounded = own
+    halves = iter(rounded)
+    return all(
+        torch.equal(
+            staging.tensor.cpu(),
+            next(halves) if staging.is_rounded else torch.from_numpy(array),
+        )
+        for staging, array in zip(params, memory, strict=False)
+    )
 
 
 class LoadedState:

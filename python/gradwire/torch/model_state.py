@@ -10,6 +10,8 @@ import torch
 from .staging import local_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from .optimizer import SharedOptimizer
 
 __all__ = ["ModelState"]
@@ -18,39 +20,64 @@ __all__ = ["ModelState"]
 class ModelState:
     """Hooks that put the shared parameters into a model's state, and back into the model; nothing in copies of it.
 
-    Every module below the model has the hooks, so a part's ``state_dict`` has the shared parameters, too. A module's
-    hook comes before those that the user has registered with it: they see what is saved.
-
-    Args:
-        optimizer: None: of a copy.
+    Every module below the model has the hooks, so a part's ``state_dict`` has the shared parameters, too; modules that
+    come later get them when the state of a module around them is asked for, or when their parameters are added to the
+    optimiser. A module's hook comes before those that the user had registered with it: they see what is saved.
     """
 
-    def __init__(self, optimizer: SharedOptimizer | None = None) -> None:
-        self._find = (lambda: None) if optimizer is None else weakref.ref(optimizer)
+    def __init__(self) -> None:
+        self._find: Callable[[], SharedOptimizer | None] = lambda: None  # as in a copy
         # Of the call of ``state_dict`` that has not returned yet: the modules and their prefixes, from the outermost
         # one; whether it wants the parameters themselves; and by place, what is saved for tied parameters.
         self._calls: list[tuple[torch.nn.Module, str]] = []
         self._keeps_vars = False
         self._shared: dict[torch.Tensor, torch.Tensor] | None = None
         self._saved: dict[torch.Tensor, torch.Tensor] = {}
+        # The module whose ``load_state_dict`` was called last.
+        self._loading: Callable[[], torch.nn.Module | None] = lambda: None
+        # By module, what removes the hooks.
+        self._handles: weakref.WeakKeyDictionary[torch.nn.Module, list[Any]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     @property
     def optimizer(self) -> SharedOptimizer | None:
-        """The optimiser, while it lives; None after an orderly end, when the model is a plain one."""
+        """The optimiser, while it lives; None after its end, when the model is a plain one."""
         optimizer = self._find()
         return None if optimizer is None or optimizer.has_ended else optimizer
 
     def __reduce__(self) -> Any:
         return ModelState, ()
 
+    def follow(self, optimizer: SharedOptimizer) -> None:
+        """Put the parameters that an optimiser shares into the state, until it has ended."""
+        self._find = weakref.ref(optimizer)
+
     def register(self, model: torch.nn.Module) -> None:
-        """Register the hooks with a model and all its modules."""
+        """Register the hooks with a model and all its modules, unless they have them."""
         for module in model.modules():
-            module.register_state_dict_pre_hook(self.begin)
+            if module in self._handles:
+                continue
             handle = module._register_state_dict_hook(self.save_shared)
             module._state_dict_hooks.move_to_end(handle.id, last=False)
-            module.register_load_state_dict_pre_hook(self.check_load)
-        model.register_load_state_dict_post_hook(self.restore)
+            self._handles[module] = [
+                module.register_state_dict_pre_hook(self.begin),
+                handle,
+                module.register_load_state_dict_pre_hook(self.check_load),
+                module.register_load_state_dict_post_hook(self.restore_part),
+            ]
+
+    def register_root(self, model: torch.nn.Module) -> None:
+        """Register the hooks with a model and all its modules, and what follows when all of it is loaded."""
+        self.register(model)
+        self._handles[model].append(model.register_load_state_dict_post_hook(self.restore))
+
+    def remove(self) -> None:
+        """Remove the hooks: the model then is a plain one, which can be pickled without gradwire."""
+        for handles in self._handles.values():
+            for handle in handles:
+                handle.remove()
+        self._handles.clear()
 
     # ---- state_dict --------------------------------------------------------------------------------------------------
 
@@ -66,6 +93,7 @@ class ModelState:
             self._forget()
             optimizer = self.optimizer
             if optimizer is not None:
+                self.register(module)
                 optimizer.take_returned()
         self._calls.append((module, prefix))
 
@@ -106,7 +134,7 @@ class ModelState:
     # ---- load_state_dict ---------------------------------------------------------------------------------------------
 
     def check_load(
-        self, module: torch.nn.Module, _state: Any, _prefix: str, metadata: dict[str, Any], *_: Any
+        self, module: torch.nn.Module, _state: Any, prefix: str, metadata: dict[str, Any], *_: Any
     ) -> None:
         """Refuse to replace the parameters that the optimiser trains by other ones.
 
@@ -114,6 +142,8 @@ class ModelState:
             RuntimeError: ``load_state_dict(assign=True)``; nothing was loaded.
         """
         optimizer = self.optimizer
+        if not prefix:
+            self._loading = weakref.ref(module)
         if optimizer is None or not metadata.get("assign_to_params_buffers"):
             return
         if torch.__future__.get_swap_module_params_on_conversion():
@@ -123,6 +153,12 @@ class ModelState:
                 "load_state_dict(assign=True) would replace the parameters that the shared optimiser trains: load "
                 "without assign, or make model, optimiser and share(model, optimizer) after the load"
             )
+
+    def restore_part(self, module: torch.nn.Module, _keys: object) -> None:
+        """Do as ``restore`` after the load of a part of the model, which may be the last one that lacked."""
+        optimizer = self.optimizer
+        if optimizer is not None and module is self._loading():
+            optimizer.restore(is_part=True)
 
     def restore(self, *_: object) -> None:
         """Let the model hold this node's parameters after a checkpoint of both was loaded in whatever order."""

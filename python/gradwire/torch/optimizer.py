@@ -21,6 +21,7 @@ from torch._compile import _disable_dynamo
 from ..arrays import copies, writable_views
 from ..errors import Closed, Mismatch, NonFiniteUpdate
 from ..exchange import Exchange, LocalExchange, hand_over, take_over
+from ..sharing import is_failure
 from ..state import check_flag
 from . import checkpoint
 from .checkpoint import KEY, LoadedState, Values, dcp_caller, put_into, take_from
@@ -188,7 +189,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         # Of a checkpoint, until this node takes part: the state, and this node's own parameters.
         self._loaded: LoadedState | None = None
         self._local: Values = [], []
-        self._is_in_model = False
+        self._leave_model: Callable[[], None] | None = None
         self._has_joined = False
         self._is_closed = False
         self._training = training
@@ -198,7 +199,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         # Last: from now on other attributes are the wrapped optimiser's.
         self.optimizer = optimizer
         if training is not None:
-            training.end_with(self)
+            training.begin_with(self)
 
     def _staged_param(self, param: torch.Tensor, name: str) -> Staging:
         return Staging(param, name, on_host=not self.exchange.takes_devices)
@@ -285,6 +286,8 @@ class SharedOptimizer(torch.optim.Optimizer):
         self._check_outside("join")
         self._check_parameters()
         if self._loaded is not None and not self._loaded.is_restored:
+            self._restore(self._loaded)  # the model may have been loaded in parts
+        if self._loaded is not None and not self._loaded.is_restored:
             raise ValueError(
                 "the optimiser's checkpoint is of other parameters than the model has: load the model's state_dict() "
                 "that was saved with it, too, before the first step"
@@ -361,29 +364,32 @@ class SharedOptimizer(torch.optim.Optimizer):
 
         Parameters into which other weights were written since the last step stay as they are. Node, port and shared
         memory are free for the next ``share`` of this process. What is still in the residual stays unsent. The
-        optimiser can still be saved. Without a call, an optimiser ends when it is collected, or with the process. A
-        second call does nothing.
+        optimiser can still be saved. A second call does nothing.
+
+        Without a call, an optimiser ends when it is collected, or with the process: in another thread than it was made
+        in, the model keeps this node's own parameters, as a log entry says.
 
         Raises:
             ValueError: the model was converted or moved since it was shared; it stays so, and all is closed.
         """
         self._close(has_failed=False)
 
-    def _close(self, *, has_failed: bool) -> None:
+    def _close(self, *, has_failed: bool, closes_training: bool = True) -> None:
         if self._is_closed:
             return
         self._is_closed = True
         try:
             self._leave_shared()
         except Exception:
-            # It would hide the error with which this training ends.
-            if not has_failed:
+            if not has_failed:  # or it would hide the error with which this training ends
                 raise
             _LOG.warning(
                 "the model keeps this node's own parameters, residual included", exc_info=True
             )
         finally:
-            if self._training is not None:
+            if self._leave_model is not None:
+                self._leave_model()
+            if self._training is not None and closes_training:
                 self._training.close(has_failed=has_failed)
 
     def _leave_shared(self) -> None:
@@ -423,9 +429,14 @@ class SharedOptimizer(torch.optim.Optimizer):
         """Return the optimiser."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         """Close; after an error without a goodbye, so that the others know."""
-        self._close(has_failed=kind is not None)
+        self._close(has_failed=is_failure(*error))
+
+    def __del__(self) -> None:
+        training = vars(self).get("_training")
+        if training is not None:
+            training.end_collected(self, self._close, is_closed=self._is_closed)
 
     @_disable_dynamo  # type: ignore[untyped-decorator]
     @_hooked
@@ -745,7 +756,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         written = [not flag and (is_open or self._is_closed) for flag in is_left]
         if self._is_closed and any(written):
             own = checkpoint.overwritten(own, self._values(), written, is_rounded)
-        in_model = [flag and self._is_in_model for flag in is_left]
+        in_model = [flag and self._leave_model is not None for flag in is_left]
         return checkpoint.state_of(
             self.exchange, own, shared, is_rounded, in_model=in_model, written=written
         )
@@ -795,28 +806,18 @@ class SharedOptimizer(torch.optim.Optimizer):
         for finish in list(self._optimizer_load_state_dict_post_hooks.values()):
             finish(self)
 
-    def restore(self) -> None:
-        """Let the model, just loaded, hold this node's parameters of a loaded state; share() sees to it."""
+    def restore(self, *, is_part: bool = False) -> None:
+        """Let the model, just loaded as a whole or in part, hold this node's parameters of a loaded state."""
         loaded = self._loaded
         # Before the first step the model's state is the parameters themselves, and loading it changes nothing.
-        if loaded is not None and not (loaded.is_restored and self._has_local()):
+        if loaded is not None and not (
+            loaded.is_restored and (is_part or checkpoint.is_held(self._local, self._params))
+        ):
             self._restore(loaded)
 
-    def _has_local(self) -> bool:
-        """Return whether the model has this node's parameters of a loaded state."""
-        memory, rounded = self._local
-        halves = iter(rounded)
-        return all(
-            torch.equal(
-                staging.tensor.cpu(),
-                next(halves) if staging.is_rounded else torch.from_numpy(array),
-            )
-            for staging, array in zip(self._params, memory, strict=False)
-        )
-
-    def expect_shared_in_model(self) -> None:
-        """Leave the shared parameters out of ``state_dict``, because the model's ``state_dict`` has them."""
-        self._is_in_model = True
+    def expect_shared_in_model(self, leave: Callable[[], None]) -> None:
+        """Leave the shared parameters out of ``state_dict``: the model's has them, until ``leave`` is called."""
+        self._leave_model = leave
 
     def _restore(self, loaded: LoadedState) -> None:
         """Give the model this node's parameters of a loaded state, unless it lacks the shared ones."""

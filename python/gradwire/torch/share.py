@@ -21,7 +21,7 @@ from .staging import check_memory
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..exchange import ExchangeOptions
+    from ..exchange import AnyExchange, ExchangeOptions
     from ..policy import ResidualClip, ShakeUp
     from ..sharing import Density
     from ..transport import Node
@@ -131,6 +131,7 @@ def share(
         clip=clip,
         **options,
     )
+    hooks = ModelState()
     training = maker.make(named, group_numbers(optimizer, params))
 
     def extend(shared: Sequence[torch.Tensor]) -> Extension:
@@ -145,8 +146,14 @@ def share(
                 f"{', '.join(elsewhere[:_NAMED_MAX])} is not on {place}, where the shared parameters are: move it "
                 "there before it is added"
             )
-        numbers = group_numbers(optimizer, [param for _, param in every])
-        return every[len(shared) :], lambda: maker.extend(training, every, numbers)
+
+        def make() -> AnyExchange:
+            hooks.register(inner)  # they may be a new module's
+            return maker.extend(
+                training, every, group_numbers(optimizer, [param for _, param in every])
+            )
+
+        return every[len(shared) :], make
 
     try:
         shared = SharedOptimizer(
@@ -166,8 +173,9 @@ def share(
         raise
     tensors.follow(shared)
     tensors.log()
-    shared.expect_shared_in_model()
-    ModelState(shared).register(inner)
+    hooks.follow(shared)
+    hooks.register_root(inner)
+    shared.expect_shared_in_model(hooks.remove)
     if process_group is None:
         _look_for_ddp(shared)
     return shared
