@@ -42,6 +42,7 @@ __all__ = [
     "SharedArrays",
     "Training",
     "TrainingMaker",
+    "check_role",
     "check_shapes",
     "check_state",
     "is_failure",
@@ -449,6 +450,19 @@ def share(
     named = [(str(index), array) for index, array in enumerate(arrays)]
     training = training_for(named, density, node=node, shakeup=shakeup, clip=clip, **options)
     return SharedArrays(params, training)
+
+
+def check_role(role: str | None) -> None:
+    """Refuse the role of a node that sends no updates, but only follows.
+
+    Raises:
+        ValueError: the way out.
+    """
+    if role == "observer":
+        raise ValueError(
+            'role="observer" sends no updates, so there is nothing for an optimiser to do: make a '
+            'gradwire.Exchange(encoder, node, role="observer") of the members\' groups, and call its follow(params)'
+        )
 
 
 def check_state(state: Any) -> None:

@@ -9,6 +9,7 @@ import types
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -379,3 +380,32 @@ def _tensors(tree: Any) -> Iterator[torch.Tensor]:
     elif isinstance(tree, (list, tuple)):
         for value in tree:
             yield from _tensors(value)
+
+
+@contextmanager
+def scaled_rates(
+    optimizer: torch.optim.Optimizer, factor: float, decay_factor: float
+) -> Iterator[None]:
+    """Let an optimiser's learning rates carry a factor, and the weight decay that follows them another one."""
+    groups = optimizer.param_groups
+    decays = {}
+    if decay_factor != factor:
+        decays = {
+            index: group["weight_decay"]
+            for index, group in enumerate(groups)
+            if group.get("weight_decay")
+        }
+    rates = [group["lr"] for group in groups]
+    scaled = [rate * factor for rate in rates]
+    try:
+        for group, rate in zip(groups, scaled, strict=True):
+            group["lr"] = rate
+        for index, decay in decays.items():
+            groups[index]["weight_decay"] = decay * decay_factor / factor
+        yield
+    finally:
+        for index, decay in decays.items():
+            groups[index]["weight_decay"] = decay
+        for group, before, during in zip(groups, rates, scaled, strict=False):
+            # An optimiser may lower its rates in a step.
+            group["lr"] = before if group["lr"] is during else group["lr"] / factor

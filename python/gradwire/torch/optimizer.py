@@ -21,11 +21,11 @@ from torch._compile import _disable_dynamo
 from ..arrays import copies, writable_views
 from ..errors import Closed, Mismatch, NonFiniteUpdate
 from ..exchange import Exchange, LocalExchange, hand_over, take_over
-from ..sharing import is_failure
+from ..sharing import check_role, is_failure
 from ..state import check_flag
 from . import checkpoint
 from .checkpoint import KEY, LoadedState, Values, dcp_caller, put_into, take_from
-from .judge import Judgement, judge, parameters_of
+from .judge import Judgement, judge, parameters_of, scaled_rates
 from .marks import Marks
 from .optimizer_state import SharedState
 from .staging import Staging, fetch_moved, is_same, snapshot, store, sums_of
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ..exchange import AnyExchange, Joined, StepResult
     from ..sharing import Training
 
-__all__ = ["Extension", "SharedOptimizer", "check_role"]
+__all__ = ["Extension", "SharedOptimizer"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -75,19 +75,6 @@ def _hooked(step: Callable[..., Any]) -> Callable[..., Any]:
 
     hooked.hooked = True  # type: ignore[attr-defined]  # or torch would add its own calls of the hooks
     return hooked
-
-
-def check_role(role: str | None) -> None:
-    """Refuse the role of a node that sends no updates.
-
-    Raises:
-        ValueError: the way out.
-    """
-    if role == "observer":
-        raise ValueError(
-            'role="observer" sends no updates, so there is nothing for an optimiser to do: make a '
-            'gradwire.Exchange(encoder, node, role="observer") of the members\' groups, and call its follow(params)'
-        )
 
 
 class SharedOptimizer(torch.optim.Optimizer):
@@ -926,7 +913,8 @@ class SharedOptimizer(torch.optim.Optimizer):
         if factor == decay_factor == 1.0 or judgement is None:
             yield
         elif judgement.follows_rate:
-            with self._scaled_rates(factor, decay_factor):
+            decay_factor = decay_factor if judgement.decays_apart else factor
+            with scaled_rates(self.optimizer, factor, decay_factor):
                 yield
         else:
             params = [staging.tensor for staging in self._params]
@@ -936,33 +924,6 @@ class SharedOptimizer(torch.optim.Optimizer):
                 param = staging.tensor
                 # Infinite elements have no difference.
                 param.copy_(torch.where(param == start, param, start + (param - start) * factor))
-
-    @contextmanager
-    def _scaled_rates(self, factor: float, decay_factor: float) -> Iterator[None]:
-        """Let the learning rates carry a factor, which costs nothing; weight decay beside the update has another."""
-        groups = self.optimizer.param_groups
-        judgement = self._judgement
-        decays = {}
-        if judgement is not None and judgement.decays_apart:
-            decays = {
-                index: group["weight_decay"]
-                for index, group in enumerate(groups)
-                if group.get("weight_decay")
-            }
-        rates = [group["lr"] for group in groups]
-        scaled = [rate * factor for rate in rates]
-        try:
-            for group, rate in zip(groups, scaled, strict=True):
-                group["lr"] = rate
-            for index, decay in decays.items():
-                groups[index]["weight_decay"] = decay * decay_factor / factor
-            yield
-        finally:
-            for index, decay in decays.items():
-                groups[index]["weight_decay"] = decay
-            for group, before, during in zip(groups, rates, scaled, strict=False):
-                # An optimiser may lower its rates in a step.
-                group["lr"] = before if group["lr"] is during else group["lr"] / factor
 
     @property
     def _memory(self) -> tuple[list[torch.Tensor], SharedState]:

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ..sharing import TrainingMaker
+from ..sharing import TrainingMaker, check_role
 from .judge import group_numbers, judge, parameters_of
 from .model_state import ModelState
-from .optimizer import Extension, SharedOptimizer, check_role
+from .optimizer import Extension, SharedOptimizer
 from .staging import check_memory
 
 if TYPE_CHECKING:
