@@ -538,7 +538,7 @@ def test_a_state_of_another_format_is_refused() -> None:
         ({"step of it": -1}, r"parameter weights\.1 is not that of a hook.*got -1"),
         ({"sizes": (3, 3)}, r"parameter weights\.1 is not .*elements of at most 3 of 3"),
         ({"velocity": torch.zeros(3)}, r"parameter weights\.1 is not .*a velocity of 3 elements"),
-        ({"residual": torch.tensor([float("nan")])}, "weights.1 is not .*is not finite"),
+        ({"residual": torch.tensor([float("nan")])}, r"weights\.1 is not .*are not finite"),
         ({"residual": None}, r"parameter weights\.1 is not that of a hook"),
     ],
     ids=str,

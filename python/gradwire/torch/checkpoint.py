@@ -101,7 +101,9 @@ def state_of(
     state["rounded"] = tuple(
         _pack(half, tensor.to(half.dtype)) for half, tensor in zip(halves, rounded, strict=True)
     )
-    state["written"] = tuple(written)
+    # Always a leader's: into what a distributed checkpoint is loaded has what it stores.
+    if "encoders" in state or any(written):
+        state["written"] = tuple(written)
     tree: dict[str, Any] = _map_leaves(state, np.ndarray, torch.from_numpy)
     return tree
 
@@ -195,7 +197,9 @@ class LoadedState:
             for index in self.written:
                 if half_dtypes[index] is None:
                     self.written[index] = torch.from_numpy(shared[index])
-            encoders = self._without_written(state, finite)
+            encoders = state["encoders"]
+            if any(values is not None for values in self.written.values()):
+                encoders = self._without_written(state, finite)
             exchange.load_state_dict({**state, "shared": finite, "encoders": encoders})
             if "digest" in state and digest_of(shared) != state["digest"]:
                 return None
