@@ -240,10 +240,11 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_an_ended_demo_leaves_no_network_namespace(number: signal.Signals, tmp_path: Path) -> None:
     code = """
-import time
+import signal, time
 from gradwire.cli.demo.link import links
-with links(2, 100.0):
-    print("ready", flush=True)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
+with links(2, 100.0) as (_, description):
+    print(description, flush=True)
     time.sleep(60)
 """
     command = [sys.executable, "-c", code]
@@ -252,9 +253,11 @@ with links(2, 100.0):
         command, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=environment
     )
     assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
+    has_namespaces = "token bucket" not in process.stdout.readline()
     process.send_signal(number)
     process.communicate(timeout=30)
+    if not has_namespaces:
+        pytest.skip("network namespaces need root, ip and tc")
     assert process.returncode == 128 + number
     assert not [*Path("/run/netns").glob(f"gwdemo-{process.pid}*")]
 

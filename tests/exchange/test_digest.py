@@ -227,16 +227,3 @@ def test_digests_that_not_all_will_tell_are_not_kept_for_ever() -> None:
         silent.notes = {999: Note(digest=(999, mine))}
         consistency.compare(PARAMS)
     assert consistency.agreed == 1
-
-
-@pytest.mark.parametrize("options", [{}, {"topology": "sharded"}, {"mode": "async"}, {"every": 2}])
-def test_a_node_that_is_alone_goes_on_after_resync(options: Any) -> None:
-    with gw.Node("127.0.0.1:0", secret=bytes(range(32))) as node:
-        share = gw.Exchange(
-            gw.Encoder(4, threshold=0.5), node, min_peers=0, apply_residual=True, **options
-        )
-        params = np.zeros(4, np.float32)
-        for _ in range(2):
-            share.step(np.full(4, 0.5, np.float32), params)
-            assert not share.resync(params).is_late
-        assert (params == 1.0).all()
