@@ -96,7 +96,7 @@ def test_the_state_of_an_optimizer_of_torch_runs_no_code(cluster: Cluster, tmp_p
         {"arrays": {"params": [["float32", [-22]]]}},
         {"arrays": {"params": [["object", [11]]]}},
         {"arrays": {"params": [["float32", [10**12]]]}},
-        {"arrays": {"params": [["float32", []]] * 1_000_000}},
+        {"arrays": {"params": [["float32", []]] * 100_000}},
         {"arrays": {"params": [["float32", [3, 5]], ["float32", [7]]], "batch": []}},
     ],
 )

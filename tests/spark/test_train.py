@@ -67,6 +67,33 @@ def test_only_the_leader_of_a_team_counts_the_machine_s_bytes() -> None:
     assert leader.encode_s == follower.encode_s > 0.0
 
 
+def test_workers_whose_groups_are_sets_train_the_same_parameters() -> None:
+    def work(rank: int, node: gw.Node | None) -> list[Any]:
+        model = torch.nn.ModuleList(torch.nn.Linear(30, 30, bias=False) for _ in range(2))
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        params = [*model.parameters()][:: -1 if rank else 1]  # as the order of a set differs
+        optimizer = torch.optim.SGD(params, lr=RATE)
+        place = name, rank, 2
+        training = SharedTraining(codec="dense")
+        trainer = SharedTrainer(training, optimizer, node, place, machines=1, model=model)
+        trainer.optimizer.join()
+        for number, param in enumerate(model.parameters()):
+            param.grad = torch.full_like(param, number + 1.0)
+        trainer.step(Times())
+        trainer.end_epoch(Times())
+        with trainer.shared():
+            values = [float(param.mean()) for param in model.parameters()]
+        assert trainer.team is not None
+        trainer.team.close()
+        return values
+
+    name = f"test-order-{os.getpid()}"
+    with gw.Node("127.0.0.1:0", secret=bytes(range(32))) as node, ThreadPoolExecutor() as pool:
+        assert list(pool.map(work, range(2), [node, None])) == [[-RATE, -2 * RATE]] * 2
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("options", [{}, {"every": 3}, {"every": 3, "overlap": 1}, {"overlap": 1}])
 def test_nothing_is_left_to_exchange_at_the_end_of_an_epoch(

@@ -293,6 +293,7 @@ class SharedTrainer:
         node: of this machine's team; None: another worker of the team has it.
         team: the team's name, this worker's place in it, and its size.
         machines: number of teams.
+        model: of this worker, whose order of parameters is the same on all; None: that of the optimiser is.
     """
 
     def __init__(
@@ -302,12 +303,15 @@ class SharedTrainer:
         node: Node | None,
         team: tuple[str, int, int],
         machines: int,
+        model: torch.nn.Module | None = None,
     ) -> None:
         name, rank, size = team
+        named = () if model is None else model.named_parameters()
+        names = {param: key for key, param in named}
         self.exchange: AnyExchange
         if node is not None:
             groups = Groups.of(
-                parameters_of(optimizer),
+                parameters_of(optimizer, names),
                 training.threshold,
                 is_adaptive=is_adaptive(optimizer),
                 shakeup=training.shakeup,
@@ -324,7 +328,7 @@ class SharedTrainer:
                 name, size=size, rank=rank, reduction=reduction, timeout_s=timeout_s
             )
             self.exchange = self.team.follow() if rank else self.team.lead(lead)
-        self.optimizer = SharedOptimizer(optimizer, self.exchange, update_scale="auto")
+        self.optimizer = SharedOptimizer(optimizer, self.exchange, update_scale="auto", names=names)
         self._names = {} if node is None else node.names
         self.is_async = not training.options.is_sync
         self._overlaps = training.options.overlap > 0
@@ -481,7 +485,7 @@ class Averaged:
     """
 
     def __init__(self, replica: ModelReplica, training: ParameterAveraging) -> None:
-        params = parameters_of(replica.optimizer)
+        params = parameters_of(replica.optimizer, replica.model.parameters())
         tensors = [param.detach() for param in params]
         tensors += [buffer for buffer in replica.model.buffers() if buffer.is_floating_point()]
         if training.average_optimizer:
@@ -626,7 +630,9 @@ class Worker(ModelReplica):
         if isinstance(training, SharedTraining):
             [ranks] = [team for team in teams if self.rank in team]
             place = names[ranks[0]], ranks.index(self.rank), len(ranks)
-            self.trainer = SharedTrainer(training, self.optimizer, node, place, len(leads))
+            self.trainer = SharedTrainer(
+                training, self.optimizer, node, place, len(leads), self.model
+            )
         else:
             # Without teams every worker has a node.
             self.trainer = AveragingTrainer(training, self, cast("Node", node), len(leads))
