@@ -1,4 +1,4 @@
-"""Processes shared by the tests of the hook, and places where optimisers are shared."""
+"""Processes shared by the tests of the hook, nodes, and places where optimisers are shared."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import gradwire as gw
 from gradwire import rendezvous
 
 from .ranks import Ranks
@@ -21,6 +22,18 @@ def two_ranks() -> Iterator[Ranks]:
         ranks = Ranks(2, Path(folder))
         yield ranks
         ranks.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[list[gw.Node]]:
+    """Yield two nodes that are to train together."""
+    secret = bytes(range(32))
+    with (
+        gw.Node("127.0.0.1:0", secret=secret, node_id=1) as one,
+        gw.Node("127.0.0.1:0", [one.address], secret=secret, node_id=2) as two,
+    ):
+        one.expected_peers = two.expected_peers = 1
+        yield [one, two]
 
 
 @pytest.fixture

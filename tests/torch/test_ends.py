@@ -7,7 +7,7 @@ import gc
 import pickle
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,16 +26,6 @@ register_parametrization: Any = torch.nn.utils.parametrize.register_parametrizat
 pytestmark = pytest.mark.torch
 
 SECRET = bytes(range(32))
-
-
-@pytest.fixture
-def pair() -> Iterator[list[gw.Node]]:
-    with (
-        gw.Node("127.0.0.1:0", secret=SECRET, node_id=1) as one,
-        gw.Node("127.0.0.1:0", [one.address], secret=SECRET, node_id=2) as two,
-    ):
-        one.expected_peers = two.expected_peers = 1
-        yield [one, two]
 
 
 def share(net: Any, node: gw.Node | None = None, params: Any = None, **options: Any) -> Any:

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -45,16 +44,6 @@ SECRET = bytes(range(32))
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", rendezvous.PEERS, rendezvous.MIN_PEERS):
         monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture
-def pair() -> Iterator[list[gw.Node]]:
-    with (
-        gw.Node("127.0.0.1:0", secret=SECRET, node_id=1) as one,
-        gw.Node("127.0.0.1:0", [one.address], secret=SECRET, node_id=2) as two,
-    ):
-        one.expected_peers = two.expected_peers = 1
-        yield [one, two]
 
 
 def varied(rank: int) -> Any:

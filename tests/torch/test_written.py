@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
@@ -21,16 +21,6 @@ pytestmark = pytest.mark.torch
 
 SECRET = bytes(range(32))
 STEPS, AT = 16, 10
-
-
-@pytest.fixture
-def pair() -> Iterator[list[gw.Node]]:
-    with (
-        gw.Node("127.0.0.1:0", secret=SECRET, node_id=1) as one,
-        gw.Node("127.0.0.1:0", [one.address], secret=SECRET, node_id=2) as two,
-    ):
-        one.expected_peers = two.expected_peers = 1
-        yield [one, two]
 
 
 def model_of(dtype: Any) -> Any:
