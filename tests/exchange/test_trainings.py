@@ -268,6 +268,31 @@ def test_trainings_that_begin_at_the_same_time_become_one(seed: int) -> None:
     assert len({each.share.state_dict()["training"] for each in trainers}) == 1
 
 
+@pytest.mark.parametrize("seed", seeds(5))
+@pytest.mark.parametrize("topology", ["mesh", "sharded"])
+def test_nodes_that_restart_together_find_the_one_that_lives_before_they_begin(
+    topology: str, seed: int
+) -> None:
+    """They may begin alone, and meet each other before they meet it: another new node says nothing of it."""
+    with cluster(seed) as world:
+        options = {"min_peers": 0, "topology": topology}
+        first, *dead = (Trainer(world, rank, OLD, 200, **options) for rank in (1, 0, 2))
+        world.run(until=lambda: first.share.next_step > 20)
+        for each in dead:
+            world.kill(each.node)
+        again = [Trainer(world, rank, NEW, 200, **options) for rank in (0, 2)]
+        for each, other in zip(again, reversed(again), strict=True):
+            each.node.seeds = frozenset({first.node.peer.address, other.node.peer.address})
+        world.slow_links |= {(first.node.peer, each.node.peer) for each in again}
+        begin_s = world.now_s
+        world.run(until=lambda: world.now_s > begin_s + 0.5)
+        world.slow_links.clear()
+        world.run()
+    assert not any(each.error for each in (first, *again))
+    assert all(each.joined is not None and each.joined.step > 20 for each in again)
+    assert len({each.params.tobytes() for each in (first, *again)}) == 1
+
+
 def test_real_nodes_leave_a_process_of_the_run_before_alone() -> None:
     """Rank 0 comes back at the same port; the process that is left over connects before rank 1 does."""
     secret = bytes(range(32))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 torch: Any = pytest.importorskip("torch", reason="torch is not installed")
 
 import gradwire as gw  # noqa: E402
+import gradwire.torch.optimizer  # noqa: E402
 from gradwire.exchange.groups import split_by_tensor  # noqa: E402
 
 from .places import (  # noqa: E402
@@ -67,6 +69,7 @@ def test_a_group_that_is_added_trains_as_with_the_plain_optimiser(
         {"overlap": 1},
         {"topology": "sharded"},
         {"every": 2, "overlap": 1, "outer_momentum": 0.5},
+        {"every": 4, "overlap": 4},
         {"density": {"*.bias": "dense", "2.*": 0.2}},
     ],
     ids=lambda options: " ".join(options) or "default",
@@ -189,6 +192,43 @@ def test_a_group_that_not_all_ranks_add_is_an_error_on_all(everywhere: Any, late
     for text, count in everywhere("machines", work):
         assert "call add_param_group() alike on all nodes" in text or "do not fit: groups" in text
         assert count == 1
+
+
+@pytest.mark.parametrize("topology", ["mesh", "sharded"])
+def test_a_node_that_is_lost_while_a_group_is_added_ends_nobody(
+    nodes: list[gw.Node], topology: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has said its last to the exchange before, and nothing to the one that follows."""
+
+    def take_over(exchange: gw.Exchange, *arguments: Any) -> None:
+        if threading.get_ident() in dying:
+            raise KeyboardInterrupt
+        real(exchange, *arguments)
+
+    dying: set[int] = set()
+    real = gradwire.torch.optimizer.take_over
+    monkeypatch.setattr(gradwire.torch.optimizer, "take_over", take_over)
+    for node in nodes:
+        node.expected_peers = 2
+
+    def work(rank: int) -> Any:
+        net = model()
+        inner = OPTIMIZERS["AdamW"](net[2].parameters())
+        optimizer = shared(net, inner, nodes[rank], topology=topology)
+        steps(net, optimizer, 3)
+        if not rank:
+            dying.add(threading.get_ident())
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.add_param_group({"params": net[0].parameters()})
+            nodes[0].close(0.0)
+            return None
+        optimizer.add_param_group({"params": net[0].parameters()})
+        losses = train(net, optimizer, rank, range(3, 8))
+        return optimizer.shared_tensors(), losses, len(optimizer.exchange.members)
+
+    _, (first, _, others), (second, _, _) = run_together(work)
+    assert all(map(torch.equal, first, second))
+    assert others == 1
 
 
 def test_groups_that_cannot_be_added_are_refused() -> None:

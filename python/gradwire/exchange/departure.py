@@ -930,6 +930,7 @@ def _is_started_again(earlier: _Side, later: _Side) -> bool:
     # A node that is alone may be a restarted one that has not met the others yet, so it proves nothing.
     return (
         len(members) > 1
+        and node not in members
         and origin.incarnation < other_origin.incarnation
         and any(run.id == old.id and old < run for run in members for old in (node, origin))
     )

@@ -605,6 +605,7 @@ def hand_over(
             "before the first step"
         )
     finished = exchange._begin(params, optimizer_state)
+    finished = exchange._finish_earlier(params) or finished  # ``overlap`` may leave it open for longer
     exchange._start.hold_introductions(exchange._replica.step)
     if update is not None and exchange._replica.is_difference:
         exchange._replica.add_update(update, params, exchange._membership.weight)
@@ -629,7 +630,7 @@ def take_over(exchange: Exchange, before: Exchange, params: Sequence[Any], added
     weight = nodes if before._options.reduction == "mean" else 1
     state = checkpoint.extend_state(before.state_dict(), exchange._groups, params, added, weight)
     exchange.load_state_dict(state)
-    exchange._start.follow(before._start, nodes - 1)
+    exchange._start.follow(before._start, before._membership.members)
     before._membership.enter(Phase.LEAVING)  # nothing is left to say for it
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -86,7 +86,7 @@ class Start:
         self._looked_s = 0.0
         self._wait: clock.Wait | None = None  # for the others
         self._equalizes = False
-        self._former_members: int | None = None
+        self._former_members: frozenset[NodeRun] | None = None
 
     def announce_params(self, params: Any, state: NodeState | None = None) -> None:
         """Check the parameters and tell the others their dtypes, shapes and initial values.
@@ -143,16 +143,20 @@ class Start:
         deadline_s = clock.now_s() + timeout_s
         self._tells_at_s = clock.now_s() + _COMPLETE_S
         self._wait = None
-        if expected:
+        seeds = len(self._router.node.seeds)
+        if self._former_members is None and expected:
             self._wait_for_connections(expected, timeout_s)
-        elif self._router.node.seeds:
-            # It may begin alone, but not a second training while nodes that it knows go on with the first.
+        elif self._former_members is None and seeds:
+            # It may begin alone, but not a second training while nodes that it knows go on with the first. A peer that
+            # is as new as this node says nothing of the others.
             with suppress(TimeoutError):
-                self._router.node.wait_for_peers(1, _SEEDS_S)
+                self._router.node.wait_for_peers(seeds, _SEEDS_S, self._sees_training)
         poll_s = 0.0
         while membership.phase is Phase.NEW:
             self._poll(poll_s)
             poll_s = clock.POLL_S
+            if self._former_members is not None:
+                expected = self._expected_peers()
             self._try_to_start(expected)
             if membership.phase is not Phase.NEW:
                 return
@@ -173,15 +177,18 @@ class Start:
             # Nodes that are all started anew introduce themselves when all are here: then all of them hear of a misfit.
             if clock.now_s() < look_at_s:
                 return False
-            self._poll(0.0)
             self._note_view()
-            return bool(self._trainings.joinable())
+            return self._sees_training()
 
         try:
             self._router.node.wait_for_peers(expected, timeout_s, sees_training)
         except TimeoutError as error:
             obstacle = self._note_view()
             raise TimeoutError(f"{error}; {obstacle or _LATE_REMEDY}") from None
+
+    def _sees_training(self) -> bool:
+        self._poll(0.0)
+        return bool(self._trainings.joinable())
 
     def _note_view(self, awaited: str = "") -> str:
         """Tell the others which new nodes this node sees; log and return which nodes have gone or cannot be reached.
@@ -240,7 +247,8 @@ class Start:
         """Return the number of other nodes to wait for."""
         node = self._router.node
         if self._former_members is not None:
-            return self._former_members
+            # Whoever has gone since then is not waited for, as in a step.
+            return len(self._former_members & set(map(self._introductions.register, node.peers)))
         expected = 1 if self._options.role == "observer" else self._options.min_peers
         if expected is None:
             expected = node.expected_peers
@@ -273,7 +281,7 @@ class Start:
         # times.
         elif self._options.role != "observer" and not self._is_any_silent():
             initial = self._initial()
-            if len(initial) >= (max(expected, 1) if members else expected):
+            if len(initial) >= (self._all_others(expected) if members else expected):
                 # Also on a node that does not name the members: the one that does would name none.
                 self._check_same_start(initial)
                 named = self._named(initial)
@@ -323,6 +331,10 @@ class Start:
         nodes = introductions.compatible(Phase.NEW).items()
         return {run: hello for run, hello in nodes if not introductions.is_replaced(run)}
 
+    def _all_others(self, expected: int) -> int:
+        """Return the number of other nodes that are new if all are, and not only as many as a start needs."""
+        return max(expected, len(self._router.node.seeds), 1)
+
     def _may_start_again(self, members: Mapping[NodeRun, Hello], expected: int) -> bool:
         """Return whether the members that are here may be left over from a run that is just started again."""
         # The node that began their training (rank 0) is new here. Either it was restarted alone and joins late, or all
@@ -344,7 +356,7 @@ class Start:
         if self._restart_until_s is None or new.keys() != self._new_nodes:
             self._restart_until_s = now_s + min(_RESTART_S, self._options.timeout_s / 2)
             self._new_nodes = frozenset(new)
-        if len(new) >= max(expected, 1) or now_s < self._restart_until_s:
+        if len(new) >= self._all_others(expected) or now_s < self._restart_until_s:
             return True
         if run in began:
             _LOG.warning(
@@ -462,9 +474,9 @@ class Start:
         """Keep what members say about the exchange with which they go on after ``step``, for `follow`."""
         self._router.hold_introductions(step)
 
-    def follow(self, before: Start, others: int) -> None:
-        """Begin after another exchange on the same node, with so many other nodes, its members."""
-        self._former_members = others
+    def follow(self, before: Start, members: Collection[NodeRun]) -> None:
+        """Begin after another exchange on the same node, with those of its members that are still there."""
+        self._former_members = frozenset(members)
         self._router.replay(before._router.held)
 
     def expect_equalized(self, equalize: bool) -> None:
