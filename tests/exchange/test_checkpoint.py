@@ -16,7 +16,7 @@ from gradwire.exchange import redistribute
 from gradwire.exchange.checkpoint import params_of
 from gradwire.exchange.groups import Group
 
-from .cluster import cluster
+from .cluster import FakeNode, cluster
 
 NUMEL = 200
 OPTIONS: list[dict[str, Any]] = [
@@ -355,3 +355,84 @@ def test_a_state_takes_the_parameters_as_one_array_too() -> None:
         states = [share.state_dict(given) for given in (params, [params])]
     for state in states:
         np.testing.assert_array_equal(state["encoders"][0]["residual"], params)
+
+
+@pytest.mark.parametrize("goes_on", [True, False], ids=["goes on after it", "dies with it"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"mode": "async", "topology": "mesh"},
+        {"topology": "sharded"},
+        {"every": 2},
+        {"apply_residual": True, "moves": True},
+        {"apply_residual": True, "moves": True, "topology": "sharded"},
+        {"apply_residual": True, "moves": True, "every": 2, "overlap": 1},
+        {"apply_residual": True, "moves": True, "keeps_residual": False},
+    ],
+    ids=lambda options: " ".join(options) or "default",
+)
+def test_what_a_node_has_sent_after_its_checkpoint_does_not_count_twice(
+    options: dict[str, Any], goes_on: bool
+) -> None:
+    """Its file holds a residual, which the others have had when it comes back if it went on after the save."""
+    others: dict[str, Any] = {"topology": "mesh", **options}
+    moves, keeps = others.pop("moves", False), others.pop("keeps_residual", True)
+    updates = 8 if goes_on else 6  # of a quarter: at the end of six of them half an update is left
+    saves_after, dies_after = (6, 14) if goes_on else (14, 14)
+    files: list[Any] = []
+    ended: list[NDArray[np.float32]] = []
+
+    def train(
+        node: FakeNode, calls: range, share: gw.Exchange, params: NDArray[np.float32]
+    ) -> None:
+        for count in calls:
+            world.compute(node, 0.1)
+            change = np.full(
+                NUMEL, 0.25 if count < updates and node.peer.id == 2 else 0.0, np.float32
+            )
+            if moves:
+                params += change
+                share.step_moved(params)
+            else:
+                share.step(change, params)
+            if node.peer.id == 2 and count + 1 == saves_after:
+                share.catch_up(params)
+                files.append(copy.deepcopy((params, share.state_dict(params))))
+
+    def begin(node: FakeNode) -> tuple[gw.Exchange, NDArray[np.float32]]:
+        encoder = gw.Encoder(NUMEL, 1.0, keeps_residual=keeps)
+        share = gw.Exchange(encoder, node, min_peers=1, reduction="sum", timeout_s=20.0, **others)
+        params = np.zeros(NUMEL, np.float32)
+        if node.peer.id == 2 and files:
+            params, state = copy.deepcopy(files[0])
+            share.load_state_dict(state)
+        assert share.join(params).is_late == bool(files)
+        return share, params
+
+    def stay(node: FakeNode) -> None:
+        share, params = begin(node)
+        train(node, range(80), share, params)
+        share.leave(params)  # with what others have sent it as an owner
+        ended.append(share.shared(params)[0])
+        world.close(node)
+
+    def die(node: FakeNode) -> None:
+        train(node, range(dies_after), *begin(node))
+        world.kill(node)
+
+    def come_back(node: FakeNode) -> None:
+        share, params = begin(node)
+        train(node, range(dies_after, dies_after + 6), share, params)
+        share.leave(params)
+        world.close(node)
+
+    with cluster(5) as world:
+        nodes = [world.node(number) for number in (2, 1)]
+        world.start(nodes[1], lambda: stay(nodes[1]))
+        first = world.start(nodes[0], lambda: die(nodes[0]))
+        world.run(until=lambda: first.is_done)
+        again = world.node(2)
+        world.start(again, lambda: come_back(again))
+        world.run()
+    np.testing.assert_array_equal(ended[0], np.full(NUMEL, updates / 4, np.float32))

@@ -23,7 +23,7 @@ from .options import Options
 from .owner import can_be_of_same_owners
 from .parameters import MomentumSum
 from .protocol import Hello, Kind, NodeRun, Phase
-from .replica import Replica, add_to_exported
+from .replica import Replica, add_to_exported, drop_outdated
 from .results import Pace
 from .snapshot import Donor, NodeState, Recipient, Request, Snapshot
 
@@ -400,6 +400,7 @@ class Join:
                 snapshot.delay(self._replica.step + 2)
             optimizer_state.check(snapshot.arrays[snapshot.params :])
             if self._follow(snapshot):
+                drop_outdated(self._replica, {**snapshot.positions, **snapshot.finals}, params)
                 # Local changes, and own updates that nobody applied, stay in the residual.
                 self._replica.absorb_local_changes(params, self._membership.weight)
                 self._replica.take_back_unapplied(snapshot.finals, snapshot.accepted, snapshot.step)
@@ -412,8 +413,7 @@ class Join:
         The parts of a split network may stop in favour of each other, because what they know of each other is old; and
         users may call ``resync`` on all nodes.
         """
-        membership = self._membership
-        replica = self._replica
+        membership, replica = self._membership, self._replica
         step = replica.step
         _LOG.warning(
             "step %d: no member is left, and this node goes on for the others to join", step

@@ -6,6 +6,7 @@ of parameters, and `Sharding` keeps what comes before. Membership, relays and ag
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +27,9 @@ from .owner import Accepted, Division, ShardedUpdate, Sharding, part_of_state
 from .parameters import Payloads, PlainSum, SecondTarget, SharedCopy, moved_since
 from .protocol import MESSAGE_MAGIC, NodeRun, PartUpdate, run_of
 
-__all__ = ["Replica", "StepUpdate", "add_to_exported"]
+__all__ = ["Replica", "StepUpdate", "add_to_exported", "drop_outdated"]
+
+_LOG = logging.getLogger(__name__)
 
 _HEADER_BYTES = 48  # of a message
 _BLOCK_NUMEL = 1 << 20  # elements that are looked at together
@@ -538,6 +541,35 @@ class Replica(SharedCopy):
         """Continue from a checkpoint at a step; the owner's state waits for the beginning of the training."""
         self.step = step
         self._owner_state = owner_state
+
+
+def drop_outdated(replica: Replica, positions: Mapping[NodeRun, int], params: Any) -> None:
+    """Drop what a checkpoint has not sent, where the others have applied later updates of this node.
+
+    Most of it was in those: it would count twice.
+
+    Args:
+        replica: of a node that comes late.
+        positions: for members and departed ones, the first update that is not applied.
+        params: of the caller; afterwards the shared ones.
+    """
+    own = replica.run
+    earlier = [step for run, step in positions.items() if run.id == own.id and run < own]
+    # A node that was a member itself has a residual of its own time.
+    if own in positions or not 0 < replica.step < max(earlier, default=0):
+        return
+    _LOG.warning(
+        "this node has saved its checkpoint before step %d, and went on until step %d: the residual is dropped, the "
+        "others have had it",
+        replica.step,
+        max(earlier),
+    )
+    if replica.shared:
+        put(writable_views(params), replica.shared)
+    if replica.groups.has_residuals:
+        for residual in replica.groups.whole_residuals():
+            residual[...] = 0
+    replica._owner_state = None
 
 
 def add_to_exported(
