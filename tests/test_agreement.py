@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -96,6 +97,42 @@ def test_momentum_does_not_hide_the_noise_of_gradients(agreement: float, momentu
     assert measured[0].factor == pytest.approx(right, rel=0.01 if agreement == 1.0 else 0.1)
     # Of whole updates most of the noise is averaged away already.
     assert plain.factor < 0.8 * right or agreement != 0.1
+
+
+SCHEDULES: dict[str, Callable[[int], tuple[float, float]]] = {  # rate and momentum of a step
+    "warm-up": lambda step: (0.01 * min(1.0, (step + 1) / 20), 0.9),
+    "a tenth": lambda step: (0.01 if step < 60 else 0.001, 0.9),
+    "ten times": lambda step: (0.001 if step < 60 else 0.01, 0.9),
+    "one cycle": lambda step: (
+        0.01 * math.sin((step + 1) / 40) ** 2,
+        0.9 + 0.05 * math.cos(step / 20),
+    ),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+def test_a_schedule_does_not_change_the_factor(
+    schedule: Callable[[int], tuple[float, float]],
+) -> None:
+    nodes, numel = 8, 20_000
+    measured = [Agreement() for _ in range(nodes)]
+    for own in measured:
+        own.start(schedule(0)[1])
+    means = np.zeros((nodes, numel))
+    common = np.random.default_rng(0).standard_normal(numel)
+    factors = []
+    for step in range(120):
+        rate, momentum = schedule(step)
+        noise = np.random.default_rng(step + 1).standard_normal((nodes, numel))
+        gradients = math.sqrt(0.1) * common + math.sqrt(0.9) * noise
+        means = momentum * means + (1.0 - momentum) * gradients
+        sketches = []
+        for own, mean in zip(measured, means, strict=True):
+            own.set_pace(rate, momentum)
+            sketches.append(sketch_of(own, step, -rate * mean / (1.0 - momentum ** (step + 1))))
+        measured[0].add([sketch for sketch in sketches if sketch is not None])
+        factors.append(measured[0].factor)
+    assert factors[20:] == pytest.approx([factor_of(0.1, nodes)] * 100, rel=0.15)
 
 
 def test_what_an_update_adds_is_unknown_without_the_one_before_but_its_norm_is_not() -> None:

@@ -77,8 +77,9 @@ class Sketch(NamedTuple):
         return [self.updates, self.squares, scale, text]
 
     def scaled(self, factor: float) -> Sketch:
-        """Return the sketch of the update times a factor."""
-        return Sketch(self.updates, self.squares * factor**2, self.buckets * factor)
+        """Return the sketch of the update times a factor, as the others get it."""
+        scaled = Sketch(self.updates, self.squares * factor**2, self.buckets * factor)
+        return Sketch.decode(scaled.encode())
 
     @staticmethod
     def decode(document: Any) -> Sketch:
@@ -200,7 +201,9 @@ class Agreement:
         self._equal_steps = {"workers": 0, "nodes": 0}
         self._own: Measured | None = None
         self._momentum = 0.0
-        self._previous: list[NDArray[np.float32]] = []  # samples of the last updates, with momentum
+        self._rate = 1.0
+        # Samples of the last updates over their rate, with momentum.
+        self._previous: list[NDArray[np.float32]] = []
         # Means over steps, both multiplied by the same number: of the updates' squared norms, and of the squared norm
         # of their mean.
         self._squares = 0.0
@@ -215,6 +218,16 @@ class Agreement:
                 optimiser whose updates have one size whatever the momentum averages, as Lion and Muon.
         """
         self.is_on = True
+        self._momentum = momentum if self._repeats else 0.0
+
+    def set_pace(self, rate: float, momentum: float) -> None:
+        """Note what the next update is proportional to, besides the gradients, and its momentum; schedules change both.
+
+        Args:
+            rate: learning rate and factors together, over 0.
+            momentum: as in `start`.
+        """
+        self._rate = rate
         self._momentum = momentum if self._repeats else 0.0
 
     @property
@@ -265,16 +278,17 @@ class Agreement:
         if not self._momentum:
             return samples
         samples = [_thinned(sample) for sample in samples]
-        # Adam's momentum is divided by 1 - momentum^(steps taken). The learning rate changes too slowly to matter.
+        # Adam's momentum is divided by 1 - momentum^(steps taken).
         repeated = (
             self._momentum * (1.0 - self._momentum**step) / (1.0 - self._momentum ** (step + 1))
         )
         previous = self._previous
-        self._previous = [np.float32(sample) for sample in samples]
+        self._previous = [np.float32(sample / self._rate) for sample in samples]
         if not repeated:
             return samples
         if [sample.size for sample in samples] != [sample.size for sample in previous]:
             return []
+        repeated *= self._rate
         return [sample - repeated * last for sample, last in zip(samples, previous, strict=True)]
 
     def take_own(self) -> Measured | None:

@@ -34,9 +34,9 @@ OPTIONS: list[dict[str, Any]] = [
 HALF = 6
 
 
-def update(rank: int, step: int) -> NDArray[np.float32]:
+def update(rank: int, step: int, drift: float = 0.0) -> NDArray[np.float32]:
     rng = np.random.default_rng([31, rank, step])
-    return rng.standard_normal(NUMEL).astype(np.float32)
+    return (rng.standard_normal(NUMEL) + drift).astype(np.float32)
 
 
 def train(
@@ -50,7 +50,7 @@ def train(
 
     def work(node: Any, rank: int) -> Any:
         others = dict(options)
-        moves = others.pop("moves", False)
+        moves, drift = others.pop("moves", False), others.pop("drift", 0.0)
         policy, shakeup = gw.TargetDensity(0.1), gw.ShakeUp(every=3)
         keeps = others.pop("keeps_residual", True)
         enc = gw.Encoder(NUMEL, policy, shakeup=shakeup, keeps_residual=keeps)
@@ -62,10 +62,10 @@ def train(
         share.join(params)
         for step in steps:
             if moves:
-                params += update(rank, step)
+                params += update(rank, step, drift)
                 share.step_moved(params)
             else:
-                share.step(update(rank, step), params)
+                share.step(update(rank, step, drift), params)
             if "overlap" in options and step + 1 in (HALF, steps.stop):
                 share.catch_up(params)
         return params, share.state_dict()
@@ -88,6 +88,31 @@ def test_resumed_training_is_uninterrupted_training_bit_for_bit(options: dict[st
         residual, other = (one["encoders"][0]["residual"] for one in (state, resumed_state))
         assert residual.tobytes() == other.tobytes()
         assert state["step"] == resumed_state["step"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"topology": "sharded"},
+        {"apply_residual": True},
+        {"apply_residual": True, "moves": True},
+        {"apply_residual": True, "moves": True, "keeps_residual": False},
+        {"apply_residual": True, "moves": True, "keeps_residual": False, "topology": "sharded"},
+    ],
+    ids=" ".join,
+)
+def test_local_steps_before_a_checkpoint_count_in_the_next_update_s_norm(
+    options: dict[str, Any],
+) -> None:
+    """Five of six: by the last one alone the update would be an outlier, and shortened on all nodes."""
+    options = {"every": 6, "drift": 3.0, "limit_outliers": True, **options}
+    whole = train(range(24), options, [None] * 3, seed=1)
+    first = train(range(11), options, [None] * 3, seed=2)
+    second = train(range(11, 24), options, pickle.loads(pickle.dumps(first)), seed=3)
+    for (params, state), (resumed, resumed_state) in zip(whole, second, strict=True):
+        assert params.tobytes() == resumed.tobytes()
+        assert state["shared"][0].tobytes() == resumed_state["shared"][0].tobytes()
 
 
 def test_a_state_is_a_copy() -> None:

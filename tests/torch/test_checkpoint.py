@@ -157,6 +157,40 @@ def test_distributed_checkpoints_are_resumed_bit_for_bit(
     assert same_bits(go_on(net_again, again), uninterrupted(**options))
 
 
+@pytest.mark.usefixtures("no_launcher")
+@pytest.mark.parametrize("place", ["machines", "team"])
+def test_local_steps_before_a_checkpoint_count_in_the_agreement(
+    everywhere: Any, place: str
+) -> None:
+    """The factor of AdamW's next updates is that of the whole exchange, not of the steps after the save."""
+    files: dict[int, Any] = {}
+
+    def begin(share: Any) -> tuple[Any, Any]:
+        net = model()
+        return net, share(net, OPTIMIZERS["AdamW"](net.parameters()), every=4, density=0.1)
+
+    def work(rank: int, share: Any) -> Any:
+        net, optimizer = begin(share)
+        train(net, optimizer, rank, range(6))
+        files[rank] = through_memory((net.state_dict(), optimizer.state_dict()))
+        train(net, optimizer, rank, range(6, 14))
+        return optimizer.update_scale, optimizer.shared_tensors()
+
+    def resume(rank: int, share: Any) -> Any:
+        net, optimizer = begin(share)
+        weights, state = files[rank]
+        net.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+        train(net, optimizer, rank, range(6, 14))
+        return optimizer.update_scale, optimizer.shared_tensors()
+
+    for (scale, params), (other_scale, others) in zip(
+        everywhere(place, work), everywhere(place, resume), strict=True
+    ):
+        assert scale == other_scale != 1.0
+        assert all(map(torch.equal, params, others))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_bits_that_differ_are_restored(dtype: Any) -> None:
     torch.manual_seed(0)

@@ -201,6 +201,35 @@ class Decaying(torch.optim.Optimizer):  # type: ignore[misc]
                 param.sub_(group["lr"] * grad.sign())
 
 
+class DecayingAdam(torch.optim.Adam):
+    """Has a decay of its own before Adam's step, and none in it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        decays = [group["weight_decay"] for group in self.param_groups]
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.mul_(1.0 - group["lr"] * group["weight_decay"])
+            group["weight_decay"] = 0.0
+        loss = super().step(closure)
+        for group, decay in zip(self.param_groups, decays, strict=True):
+            group["weight_decay"] = decay
+        return loss
+
+
+class LoggedAdam(torch.optim.Adam):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def with_a_group_that_decays_not(params: Any) -> list[dict[str, Any]]:
+    first, *others = params
+    return [
+        {"params": [first], "weight_decay": 0.1, "decoupled_weight_decay": True},
+        {"params": others, "weight_decay": 0.0, "decoupled_weight_decay": False},
+    ]
+
+
 @pytest.mark.parametrize(
     ("make", "decays_apart"),
     [
@@ -214,6 +243,9 @@ class Decaying(torch.optim.Optimizer):  # type: ignore[misc]
         (lambda params: torch.optim.Adafactor(params, weight_decay=0.1), True),
         (lambda params: Decaying(params, is_apart=True), True),
         (lambda params: Decaying(params, is_apart=False), False),
+        (lambda params: DecayingAdam(params, weight_decay=0.1), True),
+        (lambda params: LoggedAdam(params, weight_decay=0.1), False),
+        (lambda params: torch.optim.Adam(with_a_group_that_decays_not(params)), True),
     ],
 )
 def test_weight_decay_beside_the_update_has_no_factor(make: Any, decays_apart: bool) -> None:
@@ -246,6 +278,7 @@ class OwnAdam(Scratch):
         (lambda params: Lookahead(torch.optim.Adam(params)), 0.9),
         (lambda params: torch.optim.Adam(params, betas=(0.0, 0.99)), 0.0),
         (lambda params: torch.optim.RMSprop(params), 0.0),
+        (lambda params: torch.optim.RMSprop(params, momentum=0.8), 0.8),
         (lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), 0.0),
         (Lion, 0.0),
     ],

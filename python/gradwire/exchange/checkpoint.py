@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..agreement import checked_state
+from ..agreement import checked_state, sample_of
 from ..arrays import Arrays, add, copies, on_host, views, zeros_like
 from ..codec import Encoder
 from ..partition import Partition
@@ -17,7 +17,7 @@ from ..state import EncoderState, check_format
 from .groups import Groups, split_by_tensor
 from .options import Reduction
 from .owner import add_owner_state
-from .parameters import MomentumSum
+from .parameters import MomentumSum, sample_left
 from .replica import Replica
 
 __all__ = ["extend_state", "load_state", "params_of", "redistribute", "state_of"]
@@ -48,6 +48,8 @@ def state_of(replica: Replica, training: str, params: Any = None) -> dict[str, A
         params: as in ``Exchange.state_dict``.
     """
     total = replica.total
+    # The residual takes in the local steps since the last exchange; this tells how much of it they are.
+    sample = sample_left(replica) if replica.local_steps else None
     encoders = [encoder.state_dict() for encoder in replica.groups.encoders]
     residuals = [encoder["residual"] for encoder in encoders]
     # The others will not wait for this message after a restart, so its content has to be in the residual.
@@ -72,6 +74,7 @@ def state_of(replica: Replica, training: str, params: Any = None) -> dict[str, A
         "owner": replica.owner_state(),
         "agreement": replica.agreement.state(),
         "last_updates": replica.agreement.previous(),
+        "sample": [] if sample is None else [np.array(on_host(sample))],
         "training": training,
     }
 
@@ -104,7 +107,8 @@ def load_state(state: dict[str, Any], replica: Replica) -> None:
         total.load_velocity(state["outer_velocity"])
     replica.agreement.load(state["agreement"])
     replica.agreement.load_previous(state["last_updates"])
-    replica.load_shared(state["shared"], state["local_steps"])
+    sample = next((np.array(each, np.float64) for each in state.get("sample", ())), None)
+    replica.load_shared(state["shared"], state["local_steps"], sample)
     # Who owns which part is known only when the training begins, perhaps with other nodes: until then the owner's state
     # is kept as it is.
     replica.load(state["step"], state["owner"])
@@ -158,6 +162,10 @@ def _checked(state: dict[str, Any], replica: Replica) -> Sequence[dict[str, Any]
         raise ValueError(f"agreement {state['agreement']!r}: {error}") from error
     for sample in state["last_updates"]:
         np.asarray(sample, np.float32)
+    for sample in state.get("sample", ()):  # older states have none
+        numel = sample_of([np.asarray(array) for array in state["shared"]]).size
+        if np.asarray(sample, np.float64).shape != (numel,):
+            raise ValueError(f"sample has {np.shape(sample)} elements, must have {numel}")
     if not isinstance(state["training"], str):
         raise TypeError(f"training is {state['training']!r}")
     if state["owner"] is not None:
@@ -273,7 +281,7 @@ def _merged(
         {**saved, "residual": (total * factor).astype(saved["dtype"])}
         for saved, total in zip(like["encoders"], totals, strict=True)
     ]
-    return {**like, "encoders": encoders, "owner": None}
+    return {**like, "encoders": encoders, "owner": None, "sample": []}
 
 
 def extend_state(
@@ -302,6 +310,7 @@ def extend_state(
         if state["outer_velocity"]
         else [],
         "owner": None,
+        "sample": [],
     }
 
 

@@ -742,7 +742,7 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
         """See `Exchange.state_dict`: the leader's; of the others only the number of the next step."""
         # The exchange knows the team's parameters, which hold its residual; every worker's are the same.
         if self.exchange is not None:
-            return self.exchange.state_dict()
+            return {**self.exchange.state_dict(), "moved": self._moved}
         resume_number = self._loaded_step if self._outcome is None else self._outcome.resume_number
         return {"step_number": resume_number}
 
@@ -762,6 +762,7 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
                     "every rank loads the state that it has saved"
                 )
             self.exchange.load_state_dict(state)
+            self._moved = [np.array(sample, np.float64) for sample in state.get("moved", ())]
             return
         if "encoders" in state:
             _LOG.warning(

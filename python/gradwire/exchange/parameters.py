@@ -223,7 +223,7 @@ class SharedCopy:
         self._is_loaded = False  # from a checkpoint
         # The caller's parameters, while the residual is nothing but a difference; empty: the encoders have it.
         self._differing: Arrays = []
-        self._sample: Any = None  # of these parameters after the last step; None: not known
+        self._sample: Any = None  # of the parameters as the last exchange left them; None: unknown
         # Fingerprint of the caller's parameters after the last call.
         self._left: list[bytes | int] = []
 
@@ -285,10 +285,11 @@ class SharedCopy:
             self.shared = list(arrays)
         return bool(self.shared)
 
-    def load_shared(self, shared: Sequence[NDArray[Any]], local_steps: int) -> None:
-        """Continue with a copy of the shared parameters of a checkpoint."""
+    def load_shared(self, shared: Sequence[NDArray[Any]], steps: int, sample: Any) -> None:
+        """Continue with a copy of the shared parameters of a checkpoint; sample: see `sample_left`."""
         self.shared = copies(shared)
-        self.local_steps = local_steps
+        self.local_steps = steps
+        self._sample = sample
         self._is_loaded = True
 
     def _add_loaded_residual(self, params: Any) -> None:
@@ -308,6 +309,8 @@ class SharedCopy:
             expected = shared + residual
             bound = _ROUNDING * (np.abs(shared) + np.abs(residual))
             np.copyto(param, expected, where=~(np.abs(param - expected) <= bound))
+        if not self.groups.keeps_residuals:
+            self._sample = sample_beside(writable_views(params))
 
     @property
     def applies_residual(self) -> bool:
@@ -437,6 +440,7 @@ class SharedCopy:
         # As the shared parameters of all nodes, so that the next update holds only what follows.
         before = self.written.shared if self.written else copies(self.shared)
         moved = difference(copies(targets), before)
+        self._sample = None
         self.written = Written(values, shared=before, moved=moved)
         put(self.shared, values)
         put(targets, values)
@@ -490,13 +494,13 @@ class SharedCopy:
         With ``apply_residual`` these are the parameters and the shared ones, whose difference is the residual.
         """
         targets = writable_views(params)
+        self._sample = None
         if not self._applies_residual:
             delta = difference(targets, self.shared)
             return (delta if weight == 1.0 else scaled(delta, weight)), None
         self._weigh_movement(params, weight)
         if not self.groups.has_residuals:
             self._differing = targets
-        self._sample = None
         if device_of(targets) < 0:
             return targets, self.shared
         residuals = self.groups.residuals(self.shared)  # refuses residuals elsewhere
@@ -512,20 +516,15 @@ class SharedCopy:
         """
         if update is not None:
             return [sample_of(views(update))]
-        targets = writable_views(params)
-        if self.is_difference:
-            moved = moved_since(self._sample, targets)
-            return [] if moved is None else [on_host(moved)]
-        sample = sample_beside(targets) - sample_beside(self.shared)
-        if self._applies_residual and self.groups.has_residuals:
-            sample = sample - sample_beside(self.groups.residuals(self.shared))
-        return [on_host(sample)]
+        moved = moved_since(sample_left(self), writable_views(params))
+        return [] if moved is None else [on_host(moved)]
 
     def reject(self, params: Any) -> None:
         """Remove an update that is not finite from the caller's parameters; the residual holds the finite part."""
         if not self.shared:
             return
         self.local_steps = 0
+        self._sample = None
         if self._applies_residual:
             self._set_residual(params)
         self.write_params(params)
@@ -569,7 +568,7 @@ class SharedCopy:
             param += before
 
     def _set_residual(self, params: Any) -> None:
-        self._differing = []
+        self._differing, self._sample = [], None
         for param, shared, residual in self._parts(params):
             moved = param - shared
             np.copyto(residual, moved, where=np.isfinite(moved), casting="same_kind")
@@ -637,13 +636,31 @@ class SharedCopy:
         if self.is_difference:
             add(self._differing, target)
             self._sample = None if self._sample is None else sample_beside(self._differing)
-        elif self.shared:
+            return
+        self._sample = None
+        if self.shared:
             self.write_params(params)
+
+
+def sample_left(copy: SharedCopy) -> Any:
+    """Return a sample of the caller's parameters as the last exchange has left them; None if it is not known."""
+    if copy.is_difference or copy._sample is not None:
+        return copy._sample
+    if not copy.shared:
+        return None
+    sample = sample_beside(copy.shared)
+    if copy.applies_residual and copy.groups.has_residuals:
+        sample = sample + sample_beside(copy.groups.residuals(copy.shared))
+    return sample
 
 
 def moved_since(sample: Any, params: Arrays) -> Any:
     """Return a sample of what parameters have moved by since an earlier sample of them; None if that is None."""
-    return None if sample is None else sample_beside(params) - sample
+    if sample is None:
+        return None
+    now = sample_beside(params)
+    # That of a checkpoint is in host memory.
+    return (now if type(now) is type(sample) else on_host(now)) - sample
 
 
 def _check_layouts(params: Any, shared: Arrays) -> None:

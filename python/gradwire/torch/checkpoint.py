@@ -50,6 +50,7 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 # optimiser's methods, though not many.
 _DCP = "torch.distributed.checkpoint.state_dict"
 _FRAMES_MAX = 16
+_LISTS = "outer_velocity", "last_updates", "sample", "moved"  # of an exchange's state
 
 
 # ---- an exchange's state and a node's own parameters -----------------------------------------------------------------
@@ -92,8 +93,8 @@ def state_of(
             state["digest"] = digest_of(shared)
         # Tuples, because a distributed checkpoint stores and loads a tuple as a whole: the state before the first step,
         # into which it is loaded, has no velocity and owns nothing.
-        state["outer_velocity"] = tuple(state["outer_velocity"])
-        state["last_updates"] = tuple(state["last_updates"])
+        for name in _LISTS:
+            state[name] = tuple(state.get(name, ()))
         state["owner"] = (state["owner"],)
     tensors = list(map(torch.from_numpy, params))
     state["local"] = tuple(map(_pack, tensors, bases))
@@ -190,8 +191,7 @@ class LoadedState:
             if isinstance(state["owner"], (list, tuple)):
                 [state["owner"]] = state["owner"]
             # Some of torch's functions drop empty tuples.
-            state["outer_velocity"] = list(state.get("outer_velocity", ()))
-            state["last_updates"] = list(state.get("last_updates", ()))
+            state |= {name: list(state.get(name, ())) for name in _LISTS}
             # Infinite elements are no part of any sum.
             finite = [np.where(np.isinf(array), array.dtype.type(0), array) for array in shared]
             for index in self.written:

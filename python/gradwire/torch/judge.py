@@ -9,13 +9,21 @@ import types
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-__all__ = ["Judgement", "group_numbers", "is_adaptive", "judge", "parameters_of"]
+__all__ = [
+    "Judgement",
+    "group_numbers",
+    "is_adaptive",
+    "judge",
+    "pace_of",
+    "parameters_of",
+    "scaled_rates",
+]
 
 _LOG = logging.getLogger(__name__)
 
@@ -41,12 +49,14 @@ _DECAYING_APART = (
     *([torch.optim.Muon] if hasattr(torch.optim, "Muon") else []),
 )
 
-# Those that divide a running mean of gradients, with the share betas[0], by the size of single gradients.
+# Those that divide a running mean of gradients, with the share betas[0], by the size of single gradients, or with
+# "momentum" add up gradients that are so divided.
 _AVERAGING = (
     torch.optim.Adam,
     torch.optim.Adamax,
     torch.optim.NAdam,
     torch.optim.RAdam,
+    torch.optim.RMSprop,
     torch.optim.SparseAdam,
 )
 
@@ -176,9 +186,11 @@ def _judge_class(optimizer: torch.optim.Optimizer) -> Judgement | None:
         return None
     follows = _has_rates(optimizer) and base not in _BOUNDED_RATE
     is_apart = base in _DECAYING_APART
-    decays_apart = all(
-        group.get("decoupled_weight_decay", is_apart) for group in optimizer.param_groups
-    )
+    groups = optimizer.param_groups
+    decaying = [group for group in groups if group.get("weight_decay")] or groups
+    decays_apart = all(group.get("decoupled_weight_decay", is_apart) for group in decaying)
+    if is_own_step:
+        decays_apart = _own_step_decays_apart(optimizer, decays_apart)
     reason = f"it is torch.optim.{base.__name__}"
     momentum = _momentum_of(optimizer) if base in _AVERAGING else 0.0
     return Judgement(base in _ADAPTIVE, follows, reason, decays_apart, momentum)
@@ -203,12 +215,30 @@ def _has_rates(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _momentum_of(optimizer: torch.optim.Optimizer) -> float:
-    """Return the first of the betas of an optimiser's first group, 0.0 if it has none."""
-    betas = optimizer.param_groups[0].get("betas")
-    if not isinstance(betas, (list, tuple)) or not betas:
+    """Return the first of the betas of an optimiser's first group, or its momentum, 0.0 if it has neither."""
+    group = optimizer.param_groups[0]
+    betas = group.get("betas") or (group.get("momentum"),)
+    if not isinstance(betas, (list, tuple)) or not isinstance(betas[0], (float, torch.Tensor)):
         return 0.0
     momentum = float(betas[0])
     return momentum if 0.0 <= momentum < 1.0 else 0.0
+
+
+def pace_of(
+    optimizer: torch.optim.Optimizer, judgement: Judgement, factor: float
+) -> tuple[float, float]:
+    """Return what the next update is proportional to besides its gradients, and its momentum, as they are now.
+
+    Args:
+        optimizer: as judged.
+        judgement: of it.
+        factor: of the learning rate.
+    """
+    rate = optimizer.param_groups[0].get("lr")
+    # One on a device would have to be waited for.
+    is_known = judgement.follows_rate and not (isinstance(rate, torch.Tensor) and rate.is_cuda)
+    momentum = (_momentum_of(optimizer) or judgement.momentum) if judgement.momentum else 0.0
+    return (abs(float(rate)) * factor if is_known else factor) or 1.0, momentum
 
 
 def _is_rate(rate: Any) -> bool:
@@ -274,6 +304,17 @@ def _decays_apart(
         moved.append(torch.cat([(param.detach() - before).flatten() for param, before in pairs]))
     expected = -_RATE * _DECAY * torch.cat([before.flatten() for before in start])
     return torch.allclose(moved[1] - moved[0], expected, rtol=0.05, atol=1e-7)
+
+
+def _own_step_decays_apart(optimizer: torch.optim.Optimizer, expected: bool) -> bool:
+    """Return what `_decays_apart` does of an optimiser with a step of its own, ``expected`` if it cannot be tried."""
+    devices = {param.device for param in parameters_of(optimizer) if param.is_cuda}
+    with torch.random.fork_rng(devices=list(devices)), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for take_step in (_step, _step_with_closure):
+            with suppress(Exception):
+                return _decays_apart(optimizer, take_step)
+    return expected
 
 
 def _last_update(

@@ -25,7 +25,7 @@ from ..sharing import check_role, is_failure
 from ..state import check_flag
 from . import checkpoint
 from .checkpoint import KEY, LoadedState, Values, dcp_caller, put_into, take_from
-from .judge import Judgement, judge, parameters_of, scaled_rates
+from .judge import Judgement, judge, pace_of, parameters_of, scaled_rates
 from .marks import Marks
 from .optimizer_state import SharedState
 from .staging import Staging, fetch_moved, is_same, snapshot, store, sums_of
@@ -910,6 +910,8 @@ class SharedOptimizer(torch.optim.Optimizer):
         factor = self.update_scale
         decay_factor = self.exchange.agreement.decay_factor if self._scale == "auto" else 1.0
         judgement = self._judgement
+        if judgement is not None and judgement.is_adaptive:
+            self.exchange.agreement.set_pace(*pace_of(self.optimizer, judgement, factor))
         if factor == decay_factor == 1.0 or judgement is None:
             yield
         elif judgement.follows_rate:
