@@ -108,10 +108,10 @@ def load_state(state: dict[str, Any], replica: Replica) -> None:
     replica.agreement.load(state["agreement"])
     replica.agreement.load_previous(state["last_updates"])
     sample = next((np.array(each, np.float64) for each in state.get("sample", ())), None)
-    replica.load_shared(state["shared"], state["local_steps"], sample)
+    replica.load_shared(state["shared"], sample)
     # Who owns which part is known only when the training begins, perhaps with other nodes: until then the owner's state
     # is kept as it is.
-    replica.load(state["step"], state["owner"])
+    replica.load(state["step"], state["local_steps"], state["owner"])
 
 
 def _check_keys(state: dict[str, Any]) -> None:
@@ -281,7 +281,7 @@ def _merged(
         {**saved, "residual": (total * factor).astype(saved["dtype"])}
         for saved, total in zip(like["encoders"], totals, strict=True)
     ]
-    return {**like, "encoders": encoders, "owner": None, "sample": []}
+    return {**like, "encoders": encoders, "owner": None}
 
 
 def extend_state(
@@ -310,7 +310,6 @@ def extend_state(
         if state["outer_velocity"]
         else [],
         "owner": None,
-        "sample": [],
     }
 
 

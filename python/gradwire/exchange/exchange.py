@@ -605,9 +605,8 @@ def hand_over(
             "before the first step"
         )
     finished = exchange._begin(params, optimizer_state)
-    finished = (
-        exchange._finish_earlier(params) or finished
-    )  # ``overlap`` may leave it open for longer
+    # With ``overlap`` the step before may stay open for longer.
+    finished = exchange._finish_earlier(params) or finished
     exchange._start.hold_introductions(exchange._replica.step)
     if update is not None and exchange._replica.is_difference:
         exchange._replica.add_update(update, params, exchange._membership.weight)

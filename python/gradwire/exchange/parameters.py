@@ -285,10 +285,9 @@ class SharedCopy:
             self.shared = list(arrays)
         return bool(self.shared)
 
-    def load_shared(self, shared: Sequence[NDArray[Any]], steps: int, sample: Any) -> None:
+    def load_shared(self, shared: Sequence[NDArray[Any]], sample: Any) -> None:
         """Continue with a copy of the shared parameters of a checkpoint; sample: see `sample_left`."""
         self.shared = copies(shared)
-        self.local_steps = steps
         self._sample = sample
         self._is_loaded = True
 
@@ -524,7 +523,6 @@ class SharedCopy:
         if not self.shared:
             return
         self.local_steps = 0
-        self._sample = None
         if self._applies_residual:
             self._set_residual(params)
         self.write_params(params)

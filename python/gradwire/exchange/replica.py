@@ -537,9 +537,10 @@ class Replica(SharedCopy):
             return self.sharding.owner_state(None, [])
         return self.sharding.owner_state(self.pending.sharded, self.pending.messages)
 
-    def load(self, step: int, owner_state: Mapping[str, Any] | None) -> None:
+    def load(self, step: int, local_steps: int, owner_state: Mapping[str, Any] | None) -> None:
         """Continue from a checkpoint at a step; the owner's state waits for the beginning of the training."""
         self.step = step
+        self.local_steps = local_steps
         self._owner_state = owner_state
 
 

@@ -231,7 +231,7 @@ class Start:
         """Say how many nodes are ready to begin, and name those that are not."""
         introductions = self._introductions
         node = self._router.node
-        connected = set(map(introductions.register, node.peers))
+        connected = self._connected()
         here = {self._membership.run.id, *(run.id for run in connected)}
         ready = introductions.compatible()
         text = f"{len(ready)} of {expected} peers are ready"
@@ -243,12 +243,15 @@ class Start:
         silent = introductions.describe(sorted(connected - introductions.hellos.keys()))
         return text + (f"; connected, and still preparing: {silent}" if silent else "")
 
+    def _connected(self) -> set[NodeRun]:
+        return set(map(self._introductions.register, self._router.node.peers))
+
     def _expected_peers(self) -> int:
         """Return the number of other nodes to wait for."""
         node = self._router.node
         if self._former_members is not None:
             # Whoever has gone since then is not waited for, as in a step.
-            return len(self._former_members & set(map(self._introductions.register, node.peers)))
+            return len(self._former_members & self._connected())
         expected = 1 if self._options.role == "observer" else self._options.min_peers
         if expected is None:
             expected = node.expected_peers
@@ -368,7 +371,7 @@ class Start:
 
     def _is_any_silent(self) -> bool:
         """Return whether to wait for a connected node's introduction: a training may have begun without this node."""
-        connected = set(map(self._introductions.register, self._router.node.peers))
+        connected = self._connected()
         is_silent = not self._introductions.hellos.keys() >= connected
         if not is_silent or self._silent_until_s is None:
             self._silent_until_s = clock.now_s() + _INTRODUCTION_S
@@ -388,7 +391,7 @@ class Start:
             return
         # A step would wait for members that are not connected yet, and suspect them. So this node begins a little later
         # than the others, whose first updates are kept meanwhile.
-        connected = set(map(self._introductions.register, self._router.node.peers))
+        connected = self._connected()
         if not connected.issuperset(others):
             self._wait_for_named()
         elif all(run in compatible for run in others):

@@ -248,11 +248,18 @@ def _is_rate(rate: Any) -> bool:
 # ---- trials ----------------------------------------------------------------------------------------------------------
 
 
-def _try_out(optimizer: torch.optim.Optimizer) -> Judgement:
-    """Judge by the updates that copies of an optimiser make, from small and from large gradients."""
+@contextmanager
+def _unnoticed(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let trials draw random numbers of their own, and warn of nothing."""
     devices = {param.device for param in parameters_of(optimizer) if param.is_cuda}
     with torch.random.fork_rng(devices=list(devices)), warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        yield
+
+
+def _try_out(optimizer: torch.optim.Optimizer) -> Judgement:
+    """Judge by the updates that copies of an optimiser make, from small and from large gradients."""
+    with _unnoticed(optimizer):
         errors: list[Exception] = []
         for take_step in (_step, _step_with_closure, _step_sparsely):
             try:
@@ -308,9 +315,7 @@ def _decays_apart(
 
 def _own_step_decays_apart(optimizer: torch.optim.Optimizer, expected: bool) -> bool:
     """Return what `_decays_apart` does of an optimiser with a step of its own, ``expected`` if it cannot be tried."""
-    devices = {param.device for param in parameters_of(optimizer) if param.is_cuda}
-    with torch.random.fork_rng(devices=list(devices)), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with _unnoticed(optimizer):
         for take_step in (_step, _step_with_closure):
             with suppress(Exception):
                 return _decays_apart(optimizer, take_step)

@@ -910,7 +910,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         factor = self.update_scale
         decay_factor = self.exchange.agreement.decay_factor if self._scale == "auto" else 1.0
         judgement = self._judgement
-        if judgement is not None and judgement.is_adaptive:
+        if judgement is not None and self.exchange.agreement.is_on:
             self.exchange.agreement.set_pace(*pace_of(self.optimizer, judgement, factor))
         if factor == decay_factor == 1.0 or judgement is None:
             yield
