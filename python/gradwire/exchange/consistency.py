@@ -30,7 +30,7 @@ __all__ = ["Consistency", "digest_of", "start_of"]
 _LOG = logging.getLogger(__name__)
 
 # A digest passes over all parameters: it may take one part in this many of the time.
-_COST_SHARE = 50
+_COST_SHARE = 200
 _DIGEST_BYTES = 8
 
 # The digest tells different replicas apart, and protects against nobody: its key is public. Processors that encrypt
