@@ -187,6 +187,61 @@ def test_rates_that_an_optimiser_lowers_itself_stay_lowered() -> None:
     assert [group["lr"] for group in optimizer.param_groups] == [0.125]
 
 
+@pytest.mark.parametrize("name", ["StepLR", "LambdaLR", "ExponentialLR"])
+def test_hooks_on_steps_see_and_set_the_rates_without_the_factor(name: str) -> None:
+    options = {
+        "StepLR": {"step_size": 1, "gamma": 0.5},
+        "LambdaLR": {"lr_lambda": lambda step: 1.0 / (1.0 + step)},
+        "ExponentialLR": {"gamma": 0.5},
+    }
+
+    def train(scale: float) -> tuple[list[float], Any]:
+        seen: list[float] = []
+        net = model()
+        before = flat(net)
+        inner = torch.optim.SGD(net.parameters(), lr=0.5)
+        scheduler = getattr(torch.optim.lr_scheduler, name)(inner, **options[name])
+
+        def look(optimizer: Any, *_: Any) -> None:
+            seen.append(optimizer.param_groups[0]["lr"])
+
+        inner.register_step_pre_hook(look)
+        inner.register_step_post_hook(look)
+        inner.register_step_post_hook(lambda *_: scheduler.step())
+        optimizer = share(net, inner, update_scale=scale, codec="dense") if scale else inner
+        for _ in range(3):
+            for param in net.parameters():
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+        assert len(inner._optimizer_step_pre_hooks) == 1
+        return seen, flat(net) - before
+
+    rates, moved = train(0.0)
+    shared_rates, shared_moved = train(3.0)
+    assert shared_rates == rates
+    torch.testing.assert_close(shared_moved, 3.0 * moved)
+
+
+@pytest.mark.parametrize("has_hooks", [True, False])
+def test_all_of_a_step_that_takes_another_class_s_step_has_the_factor(has_hooks: bool) -> None:
+    during: list[float] = []
+
+    class Noting(torch.optim.SGD):  # type: ignore[misc]
+        def step(self, closure: Any = None) -> Any:
+            loss = super().step(closure)
+            during.append(self.param_groups[0]["lr"])
+            return loss
+
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # torch calls hooks in SGD's step, too
+    net = model()
+    inner = Noting(net.parameters(), lr=0.5)
+    if not has_hooks:  # as of an optimiser that has not called torch's __init__
+        Noting.step = Noting.step.__wrapped__  # type: ignore[method-assign]
+    steps(net, optimizer := share(net, inner, update_scale=3.0, codec="dense"), 2)
+    assert during[-2:] == [1.5, 1.5]  # those before are of trials
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
 # ---- methods ---------------------------------------------------------------------------------------------------------
 
 

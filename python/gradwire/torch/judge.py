@@ -432,26 +432,66 @@ def _tensors(tree: Any) -> Iterator[torch.Tensor]:
 def scaled_rates(
     optimizer: torch.optim.Optimizer, factor: float, decay_factor: float
 ) -> Iterator[None]:
-    """Let an optimiser's learning rates carry a factor, and the weight decay that follows them another one."""
-    groups = optimizer.param_groups
-    decays = {}
-    if decay_factor != factor:
-        decays = {
-            index: group["weight_decay"]
-            for index, group in enumerate(groups)
-            if group.get("weight_decay")
-        }
-    rates = [group["lr"] for group in groups]
-    scaled = [rate * factor for rate in rates]
+    """Let an optimiser's learning rates carry a factor, and the weight decay that follows them another one.
+
+    Hooks on its steps, and schedulers that they call, see and set the rates without the factor.
+    """
+    scaling = _RateScaling(optimizer, factor, decay_factor)
+    handles = []
+    if getattr(type(optimizer).step, "hooked", False):
+        handles = [
+            optimizer.register_step_pre_hook(scaling.begin),
+            optimizer.register_step_post_hook(scaling.end),
+        ]
+        # The innermost: the last hook before the step, and the first one after it.
+        optimizer._optimizer_step_post_hooks.move_to_end(handles[1].id, last=False)
+    else:
+        scaling.begin()
     try:
-        for group, rate in zip(groups, scaled, strict=True):
-            group["lr"] = rate
-        for index, decay in decays.items():
-            groups[index]["weight_decay"] = decay * decay_factor / factor
         yield
     finally:
-        for index, decay in decays.items():
-            groups[index]["weight_decay"] = decay
-        for group, before, during in zip(groups, rates, scaled, strict=False):
+        for handle in handles:
+            handle.remove()
+        scaling.revert()
+
+
+class _RateScaling:
+    """Multiplies an optimiser's rates between the first ``begin`` and its ``end``, which a step in a step repeats."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, factor: float, decay_factor: float
+    ) -> None:
+        self._optimizer = optimizer
+        self._factor = factor
+        self._decay_factor = decay_factor
+        self._depth = 0
+        self._before: list[tuple[dict[str, Any], Any, Any, Any]] = []
+
+    def begin(self, *_: Any) -> None:
+        """Multiply learning rates and weight decay."""
+        self._depth += 1
+        if self._depth > 1:
+            return
+        decay_ratio = self._decay_factor / self._factor
+        for group in self._optimizer.param_groups:
+            rate, decay = group["lr"], group.get("weight_decay")
+            group["lr"] = scaled = rate * self._factor
+            if decay and decay_ratio != 1.0:
+                group["weight_decay"] = decay * decay_ratio
+            self._before.append((group, rate, scaled, decay))
+
+    def end(self, *_: Any) -> None:
+        """Revert that, after as many calls as of ``begin``."""
+        self._depth -= 1
+        if self._depth == 0:
+            self.revert()
+
+    def revert(self) -> None:
+        """Revert that now, if there is anything to revert."""
+        for group, before, during, decay in self._before:
             # An optimiser may lower its rates in a step.
-            group["lr"] = before if group["lr"] is during else group["lr"] / factor
+            group["lr"] = before if group["lr"] is during else group["lr"] / self._factor
+            if decay:
+                group["weight_decay"] = decay
+        self._before = []
+        self._depth = 0
