@@ -157,6 +157,8 @@ def test_arguments_that_are_refused_leave_no_node(monkeypatch: pytest.MonkeyPatc
             gw.share(np.zeros(8, np.float32), nonsense=1)  # type: ignore[call-arg]
         with pytest.raises((TypeError, ValueError)):
             gw.share(np.zeros(8, np.float32), density=0.5, min_peers="two")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"observer.* call its follow"):
+            gw.share(np.zeros(8, np.float32), role="observer")
     assert len(os.listdir("/proc/self/fd")) == before
 
 

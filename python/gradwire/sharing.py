@@ -460,7 +460,7 @@ def check_role(role: str | None) -> None:
     """
     if role == "observer":
         raise ValueError(
-            'role="observer" sends no updates, so there is nothing for an optimiser to do: make a '
+            'role="observer" sends no updates, so there is nothing to share here: make a '
             'gradwire.Exchange(encoder, node, role="observer") of the members\' groups, and call its follow(params)'
         )
 
@@ -648,6 +648,7 @@ class TrainingMaker:
             self._options.setdefault("start_timeout_s", _START_TIMEOUT_S)
         # Options that cannot be used are refused by every worker of a team, before there is a node.
         self._checked = Options.of(self._options)
+        check_role(self._checked.role)
         self._place = place = rendezvous.placement()
         if place.hint and node is None:
             _LOG.warning("%s", place.hint)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ..sharing import TrainingMaker, check_role
+from ..sharing import TrainingMaker
 from .judge import group_numbers, judge, parameters_of
 from .model_state import ModelState
 from .optimizer import Extension, SharedOptimizer
@@ -118,7 +118,6 @@ def share(
             raise ValueError(
                 "this rank is not in process_group: give each rank its own machine's group"
             )
-    check_role(options.get("role"))
     tensors = _Untrained(inner, params)
     tensors.check()
     judgement = judge(optimizer)
