@@ -390,3 +390,30 @@ def test_a_node_has_one_training(end: str) -> None:
             shared.step(np.ones(3, np.float32))
     with gw.Node("127.0.0.1:0", secret=bytes(range(32))) as node:
         gw.share(params, node=node, min_peers=0).step(np.ones(3, np.float32))
+
+
+@pytest.mark.parametrize("code", [None, 0, 1])
+def test_an_exit_out_of_a_node_or_team_is_a_failure_if_it_has_a_code(
+    code: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends: list[bool] = []
+
+    def close(_: Any, *, timeout_s: float) -> None:
+        ends.append(not timeout_s)
+
+    def close_team(_: Any, *, has_failed: bool = False) -> None:
+        ends.append(has_failed)
+
+    with gw.Node("127.0.0.1:0", secret=bytes(range(32))) as node, monkeypatch.context() as patch:
+        patch.setattr(gw.Node, "close", close)
+        with pytest.raises(SystemExit), node:
+            sys.exit(code)
+    name = f"exits-{os.getpid()}"
+    with (
+        gw.LocalTeam(name, [np.zeros(8, np.float32)], size=1, rank=0) as team,
+        monkeypatch.context() as patch,
+    ):
+        patch.setattr(gw.LocalTeam, "close", close_team)
+        with pytest.raises(SystemExit), team:
+            sys.exit(code)
+    assert ends == [bool(code)] * 2

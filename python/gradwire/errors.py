@@ -104,3 +104,9 @@ class NotCopied:
             TypeError: always.
         """
         raise TypeError(f"a {type(self).__name__} is not copied or pickled: {self._instead}")
+
+
+def is_failure(kind: object = None, error: object = None, *_: object) -> bool:
+    """Return whether what leaves a ``with`` block is a failure: ``sys.exit()`` and ``sys.exit(0)`` are not."""
+    is_orderly = isinstance(error, SystemExit) and error.code in (None, 0)
+    return kind is not None and not is_orderly

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -117,16 +117,15 @@ def gradwire_trainer(
             return self.optimizer
 
         def train(self, *args: Any, **kwargs: Any) -> Any:
-            has_failed = True
-            try:
-                result = super().train(*args, **kwargs)
-                has_failed = False
-            finally:
-                shared = _shared_of(self.optimizer)
-                if shared is not None:
-                    shared.__exit__(RuntimeError if has_failed else None)
-                    self.optimizer = shared.optimizer  # for another training
-            return result
+            with ExitStack() as stack:
+                stack.push(self._end_sharing)
+                return super().train(*args, **kwargs)
+
+        def _end_sharing(self, *error: object) -> None:
+            shared = _shared_of(self.optimizer)
+            if shared is not None:
+                shared.__exit__(*error)
+                self.optimizer = shared.optimizer  # for another training
 
         def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
             with _evaluating(_shared_of(self.optimizer)):

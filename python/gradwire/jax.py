@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from .errors import Closed, Mismatch
-from .sharing import Training, check_shapes, check_state, is_failure, training_for
+from .errors import Closed, Mismatch, is_failure
+from .sharing import Training, check_shapes, check_state, training_for
 from .state import check_flag
 from .transport import Node
 

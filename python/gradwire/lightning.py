@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from . import rendezvous
+from .errors import is_failure
 from .torch import SharedOptimizer, share
 from .torch.rank_files import RankFiles
 
@@ -179,7 +180,7 @@ class GradwireStrategy(DDPStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Let the other processes know that this one has failed."""
-        self._has_failed = True
+        self._has_failed = is_failure(type(exception), exception)
         super().on_exception(exception)
 
     def teardown(self) -> None:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from . import rendezvous
 from .arrays import check_arrays, copies, device_of, put, views, writable_views
 from .codec import Encoder
-from .errors import Closed, NotCopied, PeerLost, TransportError
+from .errors import Closed, NotCopied, PeerLost, TransportError, is_failure
 from .exchange import Exchange, Group, Groups, Joined, LocalExchange, LocalTeam, StepResult
 from .exchange.options import ExchangeOptions, Options, training_defaults
 from .exchange.results import ExchangeStats
@@ -45,7 +45,6 @@ __all__ = [
     "check_role",
     "check_shapes",
     "check_state",
-    "is_failure",
     "share",
     "training_for",
 ]
@@ -391,12 +390,6 @@ class SharedArrays(NotCopied, instead="save its state_dict()"):
         training = vars(self).get("_training")
         if training is not None:
             training.end_collected(self, self._close, is_closed=self._is_closed)
-
-
-def is_failure(kind: object = None, error: object = None, *_: object) -> bool:
-    """Return whether what leaves a ``with`` block is a failure: ``sys.exit()`` and ``sys.exit(0)`` are not."""
-    is_orderly = isinstance(error, SystemExit) and error.code in (None, 0)
-    return kind is not None and not is_orderly
 
 
 def share(

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from .. import clock
 from ..agreement import Agreement, sample_of
 from ..arrays import Arrays, copies, difference, on_host, put, views, writable_views
-from ..errors import Closed, GradwireError, Mismatch, NotCopied, PeerLost
+from ..errors import Closed, GradwireError, Mismatch, NotCopied, PeerLost, is_failure
 from ..shared_memory import (
     STATE_SUFFIX,
     SharedFile,
@@ -285,9 +285,9 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
         """Return the team."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         """Close the team."""
-        self.close(has_failed=kind is not None)
+        self.close(has_failed=is_failure(*error))
 
     # ---- one call of all workers -------------------------------------------------------------------------------------
 

@@ -19,9 +19,9 @@ import torch
 from torch._compile import _disable_dynamo
 
 from ..arrays import copies, writable_views
-from ..errors import Closed, Mismatch, NonFiniteUpdate
+from ..errors import Closed, Mismatch, NonFiniteUpdate, is_failure
 from ..exchange import Exchange, LocalExchange, hand_over, take_over
-from ..sharing import check_role, is_failure
+from ..sharing import check_role
 from ..state import check_flag
 from . import checkpoint
 from .checkpoint import KEY, LoadedState, Values, dcp_caller, put_into, take_from

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Final
 
 from .. import rendezvous
-from ..errors import Closed, NotCopied, TransportError
+from ..errors import Closed, NotCopied, TransportError, is_failure
 from . import addressing
 from .addressing import format_address, parse_address, resolve
 from .driver import Driver, now_s
@@ -352,8 +352,8 @@ class Node(NotCopied, instead="make a node in every process that has one"):
     def __enter__(self) -> Node:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.close(timeout_s=5.0 if kind is None else 0.0)
+    def __exit__(self, *error: object) -> None:
+        self.close(timeout_s=0.0 if is_failure(*error) else 5.0)
 
     def _wait_for(self, is_done: Callable[[], bool], timeout_s: float) -> bool:
         """Move datagrams once, then wait until the I/O thread finds that ``is_done``; return whether it is."""
