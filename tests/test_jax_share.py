@@ -143,8 +143,9 @@ def test_parameters_that_were_restored_stay(at: int, ranks: tuple[int, ...]) -> 
     [
         lambda: optax.multi_transform({"all": optax.adam(1e-3)}, lambda _: "all"),
         lambda: optax.named_chain(("first", optax.clip(1.0)), ("second", optax.adamw(1e-3))),
+        optax.contrib.prodigy,
     ],
-    ids=["multi_transform", "named_chain"],
+    ids=["multi_transform", "named_chain", "prodigy"],
 )
 def test_an_adaptive_optimizer_is_found_inside_others(make: Any) -> None:
     params = {"weights": jax.numpy.zeros(3_000_000)}
@@ -152,6 +153,34 @@ def test_an_adaptive_optimizer_is_found_inside_others(make: Any) -> None:
         optimizer.init(params)
         [encoder] = optimizer.init.__self__._training.exchange._groups.encoders
         assert encoder.policy.density == 0.05
+
+
+def test_parameters_that_are_written_in_place_before_the_first_update_stay() -> None:
+    params = {"weights": np.ones(6, np.float32)}
+    with gradwire.jax.share(optax.sgd(0.5), codec="dense") as optimizer:
+        state = optimizer.init(params)
+        params["weights"][...] = 5.0
+        updates, _ = optimizer.update({"weights": np.ones(6, np.float32)}, state, params)
+        np.testing.assert_array_equal(optax.apply_updates(params, updates)["weights"], 4.5)
+
+
+def test_parameters_that_no_sum_can_change_are_refused() -> None:
+    params = {"mask": jax.numpy.asarray([0.0, -jax.numpy.inf]), "weights": jax.numpy.ones(3)}
+    with pytest.raises(ValueError, match="1 elements of mask are NaN or infinite"):
+        gradwire.jax.share(optax.sgd(0.5)).init(params)
+
+
+@pytest.mark.parametrize("more", [{"phase": "warm"}, {"is_last": True}])
+def test_an_optimizer_may_take_texts_and_flags(more: dict[str, Any]) -> None:
+    def update(updates: Any, state: Any, _params: Any = None, **further: Any) -> Any:
+        scale = 2.0 if further.get("phase") == "warm" or further.get("is_last") else 1.0
+        return jax.tree.map(lambda leaf: scale * leaf, updates), state
+
+    made = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+    with gradwire.jax.share(made, codec="dense") as optimizer:
+        state = optimizer.init(jax.numpy.zeros(4))
+        updates, _ = optimizer.update(jax.numpy.ones(4), state, jax.numpy.zeros(4), **more)
+    np.testing.assert_array_equal(updates, 2.0)
 
 
 def test_what_cannot_be_shared_is_refused_and_ends_no_training() -> None:
@@ -337,6 +366,54 @@ def test_a_training_goes_on_from_its_state(make: Any, restored: str) -> None:
         jax.tree.map(np.testing.assert_array_equal, again.shared(), whole)
 
 
+@pytest.mark.parametrize("steps", [1, 6, 9])
+def test_an_overlapped_training_goes_on_where_it_has_caught_up(steps: int) -> None:
+    options: Any = {"density": 0.25, "every": 4, "overlap": 2}
+
+    def go_on(optimizer: Any, state: Any, params: Any, steps: range) -> Any:
+        for step in steps:
+            rng = np.random.default_rng(step)
+            gradients = jax.numpy.asarray(rng.standard_normal(12), "float32")
+            updates, state = optimizer.update(gradients, state, params)
+            params = optax.apply_updates(params, updates)
+        return params, state
+
+    first = jax.numpy.full(12, 0.5)
+    with gradwire.jax.share(optax.adam(0.05), **options) as optimizer:
+        params, state = go_on(optimizer, optimizer.init(first), first, range(steps))
+        params = optimizer.catch_up()
+        assert optimizer.step_number == steps
+        saved = pickle.loads(pickle.dumps(optimizer.state_dict()))
+        expected, _ = go_on(optimizer, state, params, range(steps, 14))
+    with gradwire.jax.share(optax.adam(0.05), **options) as again:
+        again.init(first)
+        params = again.load_state_dict(saved)
+        assert again.step_number == steps
+        params, _ = go_on(again, state, params, range(steps, 14))
+    np.testing.assert_array_equal(params, expected)
+
+
+def test_asynchronous_nodes_catch_up_before_an_evaluation() -> None:
+    with two_nodes() as nodes, ThreadPoolExecutor(2) as pool:
+        shared = [
+            gradwire.jax.share(optax.sgd(1.0), node=node, mode="async", codec="dense")
+            for node in nodes
+        ]
+        states = [optimizer.init(jax.numpy.zeros(4)) for optimizer in shared]
+        begun = list(pool.map(lambda optimizer: optimizer.join(), shared))
+        updates, _ = shared[0].update(jax.numpy.ones(4), states[0], begun[0])
+        deadline_s = time.monotonic() + 30.0
+        params = shared[1].catch_up()
+        while not params.any() and time.monotonic() < deadline_s:
+            params = shared[1].catch_up()
+        np.testing.assert_array_equal(params, begun[0] + updates)
+        # The caller may also go on with the parameters that it had.
+        nothing, _ = shared[1].update(jax.numpy.zeros(4), states[1], begun[1])
+        np.testing.assert_array_equal(begun[1] + nothing, params)
+        for optimizer in shared:
+            optimizer.close()
+
+
 def test_a_node_gets_the_first_node_s_parameters_before_its_first_gradient() -> None:
     def work(rank: int) -> Any:
         optimizer = gradwire.jax.share(optax.sgd(0.5), node=nodes[rank], codec="dense")
@@ -449,7 +526,11 @@ def test_decay_that_is_no_part_of_its_own_has_the_factor(make: Any) -> None:
 
 
 def shared_late(shared_state: bool, late: Any) -> tuple[dict[int, Any], Any]:
-    """Let a node train alone and another one join; return the first one's states by count, and the other's first."""
+    """Let a node train alone and another one join.
+
+    Returns:
+        The first one's states by count, and the other's after an update, with the number of its next step.
+    """
     gradients = {"weights": jax.numpy.ones((50, 3), "bfloat16").astype("float32")}
     begun, is_done = threading.Event(), threading.Event()
     states: dict[int, Any] = {}
@@ -479,7 +560,9 @@ def shared_late(shared_state: bool, late: Any) -> tuple[dict[int, Any], Any]:
             ):
                 state = optimizer.init(params)
                 params = optimizer.join()
-                return optimizer.update(gradients, state, params)[1]
+                time.sleep(0.1)  # the other one goes on
+                state = optimizer.update(gradients, state, params)[1]
+                return state, optimizer.step_number
         finally:
             is_done.set()
 
@@ -495,16 +578,18 @@ def shared_late(shared_state: bool, late: Any) -> tuple[dict[int, Any], Any]:
 
 def test_a_late_node_goes_on_with_optax_s_state_and_count() -> None:
     optimizer = optax.adamw(optax.linear_schedule(0.1, 0.0, 1_000))
-    states, state = shared_late(True, optimizer)
+    states, (state, step) = shared_late(True, optimizer)
     count = int(state.inner[0].count)
-    assert count > 20
+    assert 20 < count < step  # the means are of the snapshot, the schedule is the present one
+    assert state.inner[2].count == state.decay[2].count == step
     for own, other in zip(*map(jax.tree.leaves, (state, states[count])), strict=True):
         assert own.dtype == other.dtype
-        np.testing.assert_array_equal(own, other)
+        if own.shape:
+            np.testing.assert_array_equal(own, other)
 
 
 def test_a_late_node_begins_with_a_state_of_its_own_if_that_is_wanted() -> None:
-    _, state = shared_late(False, optax.adamw(optax.linear_schedule(0.1, 0.0, 1_000)))
+    _, (state, _) = shared_late(False, optax.adamw(optax.linear_schedule(0.1, 0.0, 1_000)))
     assert int(state.inner[0].count) == 1
 
 

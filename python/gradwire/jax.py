@@ -27,10 +27,10 @@ __all__ = ["ShareState", "share"]
 
 _LOG = logging.getLogger(__name__)
 
-# Fields of optax's states that hold a running mean of squares: Adam and its like, RMSprop, Adagrad, Adafactor.
-_SQUARES = {"nu", "sum_of_squares", "v_row", "e_g"}
+# Fields of optax's states that hold a running mean of squares: Adam and its like, RMSprop, Adagrad, Adafactor, Prodigy.
+_SQUARES = {"nu", "sum_of_squares", "v_row", "e_g", "exp_avg_sq"}
 # A running mean of gradients, as Adam's; optax keeps its share, b1, in a closure, so the usual one is taken.
-_MEANS = {"mu"}
+_MEANS = {"mu", "exp_avg"}
 _MOMENTUM = 0.9
 
 # Updates in which weight decay is looked for: a schedule may begin at zero, and steps may be accumulated.
@@ -140,6 +140,16 @@ def share(
             """
             return self.init.__self__.load_state_dict(state)
 
+        def catch_up(self) -> Any:
+            """Finish the last step (``overlap``), or add what has arrived (``mode="async"``); return the parameters.
+
+            They are this node's, to go on with. Nothing is sent.
+
+            Raises:
+                TimeoutError, MessageError, Closed: as ``Exchange.catch_up``.
+            """
+            return self.init.__self__.catch_up()
+
         def leave(self) -> Any:
             """Send the rest of this node's updates, and end its part; return the parameters that all share then.
 
@@ -227,6 +237,12 @@ class _SharedUpdates:
                     f"{name} is {dtype}: parameters must be float32 or float64; keep a master copy, and convert it for "
                     "the computation"
                 )
+        for name, leaf in zip(names, leaves, strict=True):
+            if count := int((~np.isfinite(np.asarray(leaf))).sum()):
+                raise ValueError(
+                    f"{count} elements of {name} are NaN or infinite, and no update can change them: keep masks apart "
+                    "from the parameters"
+                )
         inner = self._optimizer.init(params)
         self.close()
         self._tree = tree
@@ -242,7 +258,7 @@ class _SharedUpdates:
         named = list(zip(names, self._leaves, strict=True))
         self._training = training = self._begin(named, is_adaptive=self._is_adaptive)
         training.end_with(self)
-        self._expected = [[np.asarray(leaf) for leaf in leaves]]
+        self._expected = [_copies(self._leaves)]  # the caller may write into its own
         self._has_joined = False
         self._last_shared = None
         self.result = None
@@ -257,8 +273,19 @@ class _SharedUpdates:
             training.exchange.agreement.start(self._momentum)
         joined = training.exchange.join(self._leaves, self._state, equalize=True)
         if not joined.is_late:
-            self._state.take()  # nodes that begin together have what their callers have restored
+            self._state.drop()  # nodes that begin together have what their callers have restored
         self._has_joined = True
+        return self._returned()
+
+    def catch_up(self) -> Any:
+        """Finish the last step, or add what has arrived; return the parameters to go on with."""
+        exchange = self._opened().exchange
+        if not self._has_joined:
+            return self.join()
+        exchange.catch_up(self._leaves)
+        return self._returned()
+
+    def _returned(self) -> Any:
         # A caller that goes on with other parameters than it is given here has not written them.
         self._expected.insert(0, _copies(self._leaves))
         return self._given(self._expected[0])
@@ -281,7 +308,7 @@ class _SharedUpdates:
         # Parameters that were restored from elsewhere, or changed in another way, are the caller's word.
         if not any(all(map(_is_close, before, expected)) for expected in self._expected):
             _fill(self._leaves, before)
-        state = self._state.take() or state
+        state = self._state.take(exchange.step_number) or state
         moved, inner = self._update(updates, state.inner, params, **further)
         leaves = self._leaves_of("the update", moved)
         factors = self._scale, 1.0
@@ -296,7 +323,8 @@ class _SharedUpdates:
             scaled = [
                 leaf + (decay_factor - factor) * np.asarray(rate) * old for leaf, rate, old in parts
             ]
-        self._state.values = following = ShareState(inner, decay)
+        following = ShareState(inner, decay)
+        self._state.set(following, exchange.step_number + 1)
         self.result = exchange.step(scaled, self._leaves, self._state)
         # The caller adds the result to its parameters, which thereby become this node's.
         pairs = zip(self._leaves, before, strict=True)
@@ -406,18 +434,33 @@ class _SharedState:
     def __init__(self, *, is_shared: bool) -> None:
         self._is_shared = is_shared
         self.values: Any = None
-        self._taken: Any = None  # of another node, for the next update
+        self._step = 0  # of the training's next update, when the state was that
+        self._taken: tuple[Any, int] | None = None  # another node's, for the next update
         self._has_warned = False
 
     def begin(self, values: Any) -> None:
         """Begin with the state of a new training."""
+        self.set(values, 0)
+        self.drop()
+
+    def set(self, values: Any, step: int) -> None:
+        """Note the state with which the training's update of this number will begin."""
         self.values = values
+        self._step = step
+
+    def drop(self) -> None:
+        """Forget another node's state."""
         self._taken = None
 
-    def take(self) -> Any:
-        """Return another node's state, once; None: there is none."""
-        taken, self._taken = self._taken, None
-        return taken
+    def take(self, step: int) -> Any:
+        """Return another node's state, once, as it is before the training's update of this number; None: there is none.
+
+        Its schedules are brought up to that update.
+        """
+        if self._taken is None:
+            return None
+        (values, taken_at), self._taken = self._taken, None
+        return _counted_up(values, step - taken_at)
 
     def export(self) -> list[Any]:
         """Return the state; nothing, with a warning, where the caller has donated its arrays."""
@@ -432,7 +475,8 @@ class _SharedState:
             self._has_warned = True
             return []
         arrays = [np.asarray(leaf) for leaf in leaves]
-        document = json.dumps([[str(array.dtype), list(array.shape)] for array in arrays])
+        layout = [[str(array.dtype), list(array.shape)] for array in arrays]
+        document = json.dumps({"step": self._step, "layout": layout})
         data = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
         return [np.frombuffer(document.encode(), np.uint8), *data]
 
@@ -443,9 +487,9 @@ class _SharedState:
         leaves = self._leaves()
         here = [[str(leaf.dtype), list(leaf.shape)] for leaf in leaves]
         try:
-            there = json.loads(bytes(arrays[0]))
-        except ValueError as error:
-            raise Mismatch(f"the members' state cannot be read: {error}") from error
+            _, there = _read(arrays)
+        except (ValueError, TypeError, LookupError) as error:
+            raise Mismatch(f"the members' state cannot be read: {error!r}") from error
         sizes = [array.nbytes for array in arrays[1:]]
         if here != there or sizes != [leaf.nbytes for leaf in leaves]:
             raise Mismatch(
@@ -459,16 +503,44 @@ class _SharedState:
 
         if not (arrays and self._is_shared):
             return
+        step, _ = _read(arrays)
         loaded = iter(arrays[1:])
         leaves, tree = jax.tree.flatten(self.values)
-        self._taken = jax.tree.unflatten(
-            tree, [_loaded(leaf, next(loaded)) if _is_plain(leaf) else leaf for leaf in leaves]
-        )
+        values = [_loaded(leaf, next(loaded)) if _is_plain(leaf) else leaf for leaf in leaves]
+        self._taken = jax.tree.unflatten(tree, values), step
 
     def _leaves(self) -> list[Any]:
         import jax
 
         return [leaf for leaf in jax.tree.leaves(self.values) if _is_plain(leaf)]
+
+
+def _read(arrays: Sequence[Any]) -> tuple[int, Any]:
+    """Return the step of an exported state, and its arrays' dtypes and shapes."""
+    document = json.loads(bytes(arrays[0]))
+    return int(document["step"]), document["layout"]
+
+
+def _counted_up(state: Any, steps: int) -> Any:
+    """Return a state of optax whose schedules are further by a number of updates."""
+    import jax
+
+    paths, tree = jax.tree_util.tree_flatten_with_path(state)
+    names = [[_key_of(part) for part in path] for path, _ in paths]
+    # A count beside running means is theirs. Inside MultiSteps an update counts only every few steps.
+    kept = {
+        tuple(path[:place])
+        for path in names
+        for place, name in enumerate(path)
+        if name in _SQUARES | _MEANS
+    }
+    leaves = []
+    for path, (_, leaf) in zip(names, paths, strict=True):
+        is_count = path[-1:] == ["count"] and tuple(path[:-1]) not in kept
+        if is_count and "inner_opt_state" not in path and np.issubdtype(leaf.dtype, np.integer):
+            leaf = _loaded(leaf, np.asarray(leaf) + np.asarray(steps, leaf.dtype))
+        leaves.append(leaf)
+    return jax.tree.unflatten(tree, leaves)
 
 
 def _is_plain(leaf: Any) -> bool:
@@ -546,8 +618,11 @@ def _compiled(optimizer: Any) -> Callable[..., Any]:
     compiled = jax.jit(optimizer.update)
 
     def update(updates: Any, state: Any, params: Any, **further: Any) -> Any:
-        # A function, as line searches take it, is nothing that can be traced.
-        call = optimizer.update if any(map(callable, jax.tree.leaves(further))) else compiled
+        # A function, as line searches take it, a text or a flag is nothing that can be traced.
+        is_plain = not any(
+            callable(leaf) or isinstance(leaf, (str, bool)) for leaf in jax.tree.leaves(further)
+        )
+        call = compiled if is_plain else optimizer.update
         return call(updates, state, params, **further)
 
     return update

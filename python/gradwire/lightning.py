@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from . import rendezvous
-from .errors import is_failure
 from .torch import SharedOptimizer, share
 from .torch.rank_files import RankFiles
 
@@ -74,7 +73,7 @@ class GradwireStrategy(DDPStrategy):
             "update_scale": update_scale,
             **options,
         }
-        self._has_failed = False
+        self._failure: tuple[object, ...] = ()
         self._evaluation = ExitStack()
 
     @classmethod
@@ -153,7 +152,7 @@ class GradwireStrategy(DDPStrategy):
                 f"configure_optimizers() returned {len(self.optimizers)} optimisers, and one is shared: give all "
                 "parameters to one optimiser, with a parameter group for each"
             )
-        self._has_failed = False
+        self._failure = ()
         [optimizer] = self.optimizers
         if not isinstance(optimizer, SharedOptimizer):
             self._share(optimizer)
@@ -180,14 +179,14 @@ class GradwireStrategy(DDPStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Let the other processes know that this one has failed."""
-        self._has_failed = is_failure(type(exception), exception)
+        self._failure = type(exception), exception
         super().on_exception(exception)
 
     def teardown(self) -> None:
         """End the training: the model is a plain one, with the parameters that all share."""
         self._evaluation.close()
         for optimizer in self._shared_optimizers():
-            optimizer.__exit__(RuntimeError if self._has_failed else None)
+            optimizer.__exit__(*self._failure)
         super().teardown()
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------

@@ -139,7 +139,9 @@ def test_an_interrupted_step_counts_nothing_twice(residual: Any) -> None:
 
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["kept", "difference"])
-def test_a_checkpoint_holds_the_message_of_an_open_step(keeps: bool) -> None:
+def test_a_checkpoint_holds_the_message_of_an_open_step(
+    keeps: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     with cluster(0) as made:
         enc, params = encoder(keeps=keeps), np.zeros(NUMEL, np.float32)
         share = gw.Exchange(enc, made.node(1), min_peers=0, overlap=1, apply_residual=True)
@@ -148,6 +150,7 @@ def test_a_checkpoint_holds_the_message_of_an_open_step(keeps: bool) -> None:
         params += one
         share.step_moved(params)
         state = share.state_dict()
+        assert "messages of step 0 are on their way" in caplog.text
         np.testing.assert_array_equal(state["encoders"][0]["residual"], one)
         share._replica.make_residual(params)
         assert np.abs(enc.residual).max() < np.abs(one).max()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,6 +22,8 @@ from .parameters import MomentumSum, sample_left
 from .replica import Replica
 
 __all__ = ["extend_state", "load_state", "params_of", "redistribute", "state_of"]
+
+_LOG = logging.getLogger(__name__)
 
 _FORMAT = 5
 _WHAT = "state of an exchange"
@@ -52,6 +55,12 @@ def state_of(replica: Replica, training: str, params: Any = None) -> dict[str, A
     sample = sample_left(replica) if replica.local_steps else None
     encoders = [encoder.state_dict() for encoder in replica.groups.encoders]
     residuals = [encoder["residual"] for encoder in encoders]
+    if replica.pending is not None:
+        _LOG.warning(
+            "saved while the messages of step %d are on their way: the state goes on at this step, although the "
+            "parameters have it; call catch_up() on all nodes before saving",
+            replica.pending.step,
+        )
     # The others will not wait for this message after a restart, so its content has to be in the residual.
     replica.put_back_into(residuals)
     now = replica.differing if params is None else views(params)
