@@ -157,7 +157,10 @@ class Departure:
         If not all members know this node, it joins again: it may have applied an update that they do not apply.
         """
         membership = self._membership
-        gone = sorted(runs)
+        gone = _without_leavers(membership, sorted(runs))
+        if not gone and membership.destination is Phase.READY:
+            self.remove_departed()
+            return
         # An asynchronous node that some members do not know yet takes no part in their agreement. They may agree on
         # fewer updates of the departed member than this node has applied.
         is_new = not self._is_sync and not membership.members_unaware_of_us <= set(gone)
@@ -325,6 +328,8 @@ class Departure:
         if gone:
             count = len(membership.members) + 1
             _LOG.warning("%s: %d nodes go on", self._introductions.describe_departed(gone), count)
+            if not membership.members and membership.phase is Phase.READY:
+                self.rejoin("nobody is left to follow")
         if gone and membership.phase is Phase.IN:
             self._router.announce(Phase.IN)
         for run in gone:
@@ -419,7 +424,7 @@ class Departure:
                 if run in membership.members
                 and run not in membership.departing
                 and next_missing >= (membership.members[run].first_received or 0)
-                and not (number == _ALL_LEAVE and self._still_sends(run, next_missing))
+                and not self._still_sends(run, next_missing, number)
             ]
             if gone:
                 address = self._introductions.peer_of(reporter).address
@@ -429,13 +434,14 @@ class Departure:
                 self.report()
         self._settle_departures()
 
-    def _still_sends(self, run: NodeRun, next_missing: int) -> bool:
-        """Return whether a node that leaves, as others say, still has updates for this node."""
-        # It waits until all have got them, and the reporter, which would have to relay them, may leave before it could.
-        return (
-            run in self._introductions.hellos
-            and self._membership.members[run].next_missing < next_missing
-        )
+    def _still_sends(self, run: NodeRun, next_missing: int, number: int) -> bool:
+        """Return whether a node that is gone, as others say, still has updates for this node."""
+        membership = self._membership
+        # Who leaves waits until all have got them, and the reporter, which would have to relay them, may leave before
+        # it could. An observer gets nothing relayed, and hears by itself how the node ends.
+        is_late = membership.members[run].next_missing < next_missing
+        is_awaited = membership.destination is Phase.READY or (number == _ALL_LEAVE and is_late)
+        return run in self._introductions.hellos and is_awaited
 
     def _refuse(self, run: NodeRun) -> None:
         """Tell a node that takes this one for a member, and would wait for its reports, that it is none here."""
@@ -916,6 +922,26 @@ class Trainings:
             if not is_same:
                 introductions.give_up()
             self._departure.rejoin(f"this node had split off from {len(hello.members)} others")
+
+
+def _without_leavers(membership: Membership, runs: Iterable[NodeRun]) -> list[NodeRun]:
+    """Let an observer add the last updates of members that have left in good order; return the other members.
+
+    What these have sent is all there, and all members add it. An observer that joined again in its place would miss it
+    for good where all members leave.
+    """
+    if not membership.phase is membership.destination is Phase.READY:
+        return list(runs)
+    others = []
+    for run in runs:
+        hello = membership.introductions.hellos.get(run)
+        has_said_so = hello is not None and hello.phase is Phase.LEAVING
+        if not (has_said_so or membership.introductions.has_finished(run)):
+            others.append(run)
+        elif run not in membership.finals:
+            membership.mark_departing(run)
+            membership.agree_on_final(run, membership.departing[run])
+    return others
 
 
 def _is_started_again(earlier: _Side, later: _Side) -> bool:
