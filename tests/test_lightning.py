@@ -20,7 +20,9 @@ pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 SCRIPT = """
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    BaseFinetuning, Callback, EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging,
+)
 from lightning.pytorch.tuner import Tuner
 from gradwire.lightning import GradwireStrategy
 
@@ -127,7 +129,64 @@ def finetuning():
     resumed = fit("tuned rest", 4, ckpt_path=folder / "tuned half" / "epoch=1.ckpt")
     return {**whole, "resumed": resumed["final"]}
 
-cases = [accumulation, clipping, bf16, resume, validation, lr_find, finetuning]
+class Recording(Callback):
+    def __init__(self):
+        self.shared = []
+
+    def on_train_start(self, trainer, module):
+        with torch.no_grad():
+            module.net[0].bias += rank  # as seeds that differ; all begin with those of rank 0
+
+    def on_train_batch_end(self, trainer, module, *_):
+        with trainer.optimizers[0].shared_parameters():
+            self.shared.append(copied(module))
+
+class Failing(Callback):
+    def on_train_batch_end(self, *_):
+        raise ValueError("as told")
+
+class FromInside(EMAWeightAveraging):
+    def on_train_batch_end(self, trainer, *rest):
+        with trainer.optimizers[0].shared_parameters():
+            super().on_train_batch_end(trainer, *rest)
+
+def fit_averaging(average, *callbacks, **options):
+    model = Module(torch.optim.AdamW)
+    made = trainer(steps=-1, max_epochs=4, limit_train_batches=3, limit_val_batches=1,
+                   enable_checkpointing=bool(callbacks), callbacks=[average, *callbacks])
+    made.fit(model, loader(), loader(), **options)
+    wrapped = [each for each in (average, average._average_model) if "update_parameters" in vars(each)]
+    return {"initial": copied(layers()), "final": copied(model), "validated": model.validated[-1],
+            "wrapped": len(wrapped)}
+
+def averaging(make):
+    recording, path = Recording(), folder / make.__name__
+    keeping = ModelCheckpoint(path, filename="{epoch}", save_top_k=-1)
+    whole = fit_averaging(make(), recording, keeping)
+    resumed = fit_averaging(make(), ckpt_path=path / "epoch=1.ckpt")
+    return {**whole, "resumed": resumed["final"], "shared": recording.shared}
+
+def moving():
+    return EMAWeightAveraging(decay=0.5)
+
+def stochastic():
+    return StochasticWeightAveraging(LR, swa_epoch_start=1)
+
+def ema():
+    return {**averaging(moving), "inside": fit_averaging(FromInside(decay=0.5))["final"]}
+
+def swa():
+    return averaging(stochastic)
+
+def ema_again():
+    average = moving()
+    try:
+        fit_averaging(average, Failing(), ModelCheckpoint(folder / "failed"))
+    except ValueError:
+        wrapped = "update_parameters" in vars(average._average_model)
+    return {**fit_averaging(average), "wrapped after failure": wrapped}
+
+cases = [accumulation, clipping, bf16, resume, validation, lr_find, finetuning, ema, swa, ema_again]
 run({case.__name__: case for case in cases})
 """
 
@@ -191,6 +250,46 @@ def test_layers_are_unfrozen_in_the_middle_also_after_a_resumption(done: tuple[P
     runs.assert_same(first["resumed"], second["resumed"])
     for result in (first, second):
         runs.assert_same(result["resumed"], result["final"])
+
+
+@pytest.mark.parametrize("case", ["ema", "swa"])
+def test_averages_of_weights_are_the_same_on_all_ranks(done: tuple[Path, str], case: str) -> None:
+    first, second = runs.results_of(done[0], case, done[1])
+    runs.assert_same(first["final"], second["final"])
+    runs.assert_same(first["validated"], second["validated"])
+    for result in (first, second):
+        runs.assert_same(result["resumed"], result["final"])
+        assert not result["wrapped"]
+
+
+def test_moving_averages_are_of_the_shared_parameters(done: tuple[Path, str]) -> None:
+    for result in runs.results_of(done[0], "ema", done[1]):
+        average, *others = result["shared"]
+        assert len(others) == 11
+        for state in others:
+            average = {name: (average[name] + value) / 2 for name, value in state.items()}
+        runs.assert_close(result["final"], average)
+        runs.assert_close(result["validated"], average)
+
+
+def test_swa_averages_the_shared_parameters_from_the_first_epoch(done: tuple[Path, str]) -> None:
+    first, second = runs.results_of(done[0], "swa", done[1])
+    for result in (first, second):
+        states = [first["initial"], *result["shared"][2:-1:3]]
+        assert len(states) == 4
+        mean = {name: sum(state[name] for state in states) / 4 for name in states[0]}
+        runs.assert_close(result["final"], mean)
+
+
+def test_a_callback_averages_in_another_training_after_a_failure(done: tuple[Path, str]) -> None:
+    first, second = runs.results_of(done[0], "ema_again", done[1])
+    runs.assert_same(first["final"], second["final"])
+    assert not first["wrapped after failure"]
+
+
+def test_a_callback_may_enter_shared_parameters_itself(done: tuple[Path, str]) -> None:
+    for result in runs.results_of(done[0], "ema", done[1]):
+        runs.assert_same(result["inside"], result["final"])
 
 
 ALONE = """

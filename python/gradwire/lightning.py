@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import os
 import secrets
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -39,6 +40,9 @@ def _lightning() -> str:
 
 _PACKAGE = _lightning()
 DDPStrategy: Any = importlib.import_module(f"{_PACKAGE}.strategies").DDPStrategy
+StochasticWeightAveraging: Any = importlib.import_module(
+    f"{_PACKAGE}.callbacks"
+).StochasticWeightAveraging
 
 
 class GradwireStrategy(DDPStrategy):
@@ -46,10 +50,10 @@ class GradwireStrategy(DDPStrategy):
 
     Lightning starts the processes, or torchrun, SLURM or ``gradwire run`` do; it divides the data, and reduces metrics
     and decisions over a process group of gloo, which no gradient uses. The optimiser is any except L-BFGS. Validation
-    has the parameters that all processes share. A checkpoint has one file more for each further process, with that
-    process's residual: ``last.ckpt`` and ``last.ckpt.rank1``. Where machines do not share a file system, each has the
-    checkpoint and its own processes' files. Import this module, then ``Trainer(strategy="gradwire")``; or pass an
-    object with options.
+    and callbacks that average weights have the parameters that all processes share. A checkpoint has one file more for
+    each further process, with that process's residual: ``last.ckpt`` and ``last.ckpt.rank1``. Where machines do not
+    share a file system, each has the checkpoint and its own processes' files. Import this module, then
+    ``Trainer(strategy="gradwire")``; or pass an object with options.
 
     Args:
         density, update_scale: as in `gradwire.torch.share`.
@@ -75,6 +79,7 @@ class GradwireStrategy(DDPStrategy):
         }
         self._failure: tuple[object, ...] = ()
         self._evaluation = ExitStack()
+        self._averages = ExitStack()
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -166,6 +171,40 @@ class GradwireStrategy(DDPStrategy):
     def _shared_optimizers(self) -> list[SharedOptimizer]:
         return [each for each in self.optimizers if isinstance(each, SharedOptimizer)]
 
+    def on_train_start(self) -> None:
+        """Let callbacks that average weights, as SWA and EMA do, average the parameters that all processes share."""
+        from torch.optim.swa_utils import AveragedModel
+
+        super().on_train_start()
+        self._averages.close()  # LearningRateFinder starts the training twice
+        averages = {
+            each
+            for callback in self.lightning_module.trainer.callbacks
+            for each in (callback, *vars(callback).values())
+            if isinstance(each, (StochasticWeightAveraging, AveragedModel))
+        }
+        for average in averages:
+            average.update_parameters = self._with_shared(average.update_parameters)
+            self._averages.callback(delattr, average, "update_parameters")
+        if averages:
+            # SWA may take the parameters before the first step. They are those of rank 0 from here on.
+            for optimizer in self._shared_optimizers():
+                if not optimizer.has_joined:
+                    optimizer.join()
+
+    def _with_shared(self, update: Callable[..., None]) -> Callable[..., None]:
+        # Lightning calls no hook of the strategy around those of callbacks that update averages.
+        @functools.wraps(update)
+        def update_from_shared(*args: Any, **kwargs: Any) -> None:
+            with ExitStack() as stack:
+                for optimizer in self._shared_optimizers():
+                    # During validation, or in the callback's own ``shared_parameters``, the model has them already.
+                    if optimizer._set_aside is None:
+                        stack.enter_context(optimizer.shared_parameters())
+                update(*args, **kwargs)
+
+        return update_from_shared
+
     def on_validation_start(self) -> None:
         """Evaluate the parameters that all processes share."""
         super().on_validation_start()
@@ -184,6 +223,7 @@ class GradwireStrategy(DDPStrategy):
 
     def teardown(self) -> None:
         """End the training: the model is a plain one, with the parameters that all share."""
+        self._averages.close()
         self._evaluation.close()
         for optimizer in self._shared_optimizers():
             optimizer.__exit__(*self._failure)
