@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import gradwire as gw
-from gradwire.cli import main
+from gradwire.cli import main, top
 from gradwire.cli.demo.report import Run
 from gradwire.cli.demo.training import BATCH, TRAINING_IMAGES, Digits, Network, Recipe, Trainer
 from gradwire.cli.demo.workers import train
@@ -113,6 +113,17 @@ def test_wrong_arguments_end_with_one_line_and_status_2(
         main(arguments)
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("gradwire")
+
+
+def test_an_interrupted_command_ends_with_one_line_and_the_shell_s_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(top, "pages", interrupt)
+    assert main(["top"]) == 130
+    assert capsys.readouterr().err == "gradwire: interrupted\n"
 
 
 # --- the demo's parts -------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit status: 0, 1 for a failed command, 2 for wrong arguments."""
+    """Run one command and return the exit status: 0, 1 if it failed, 2 for wrong arguments, 130 if interrupted."""
     parser = _Parser(
         prog="gradwire",
         description="Exchange training updates between machines in a hundredth of the bytes.",
@@ -33,11 +33,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     for command in (compare, demo, doctor, estimate, info, run, secret, top):
         command.add_parser(commands)
     arguments = parser.parse_args(argv)
+    status: int = 0
     try:
-        status: int = arguments.run(arguments)
-        sys.stdout.flush()
+        status = arguments.run(arguments)
+        print(end="", flush=True)  # unlike a flush, also where standard output is closed
     except BrokenPipeError:
         # The reader of the output has gone (`| head`); Python's flush at exit needs a place for the rest.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return status or 1
+    except KeyboardInterrupt:
+        print("gradwire: interrupted", file=sys.stderr)
+        return 130  # the shell's status for it
     return status
