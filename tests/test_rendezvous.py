@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import signal
@@ -418,6 +419,54 @@ except KeyboardInterrupt:
         out, err = process.communicate(timeout=60)
     assert sorted(out.splitlines()) == ["[0] saved", "[1] saved"], err
     assert process.returncode == 130
+
+
+class Gone(io.StringIO):
+    """A stream that nobody reads any more."""
+
+    def write(self, *_: object) -> int:
+        raise BrokenPipeError
+
+
+# More than a pipe holds. A worker that waits for a reader gets SIGALRM.
+TALKING = "import signal; signal.alarm(20); print('\u4e2d' * 100_000); exit(3)"
+
+
+@pytest.mark.parametrize("stream", ["gone", "ascii", "closed"])
+def test_gradwire_run_goes_on_where_its_output_is_not_read_or_lacks_a_character(
+    stream: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = io.BytesIO()
+    target = Gone() if stream == "gone" else io.TextIOWrapper(content, "ascii")
+    if stream == "closed":
+        monkeypatch.setattr(sys, "stdout", None)
+        monkeypatch.setattr(sys, "stderr", None)
+    streams = [] if stream == "closed" else [target, target]
+    places = [{**os.environ, "PYTHONIOENCODING": "utf-8"}]
+    assert cli_run.run_all([sys.executable, "-c", TALKING], places, 0.2, *streams) == 3
+    if stream == "ascii":
+        assert b"[0] \\u4e2d\\u4e2d" in content.getvalue()
+
+
+def test_the_status_of_the_workers_is_that_of_the_command_when_nobody_reads_its_output(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "work.py"
+    path.write_text("print('text'); exit(3)")
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as closed:
+        done = subprocess.run(
+            [sys.executable, "-m", "gradwire", "run", "-n", "1", str(path)],
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(sys.path),
+                "PYTHONUNBUFFERED": "",  # what is left in the buffer is written at the end, again in vain
+            },
+        )
+    assert done.returncode == 3, done.stderr
 
 
 def test_an_interrupt_while_the_workers_start_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,7 +144,7 @@ def run_all(
             if failed:
                 status = int(statuses[failed[0]] or 0)
                 how = f"status {status}" if status > 0 else signal.Signals(-status).name
-                print(f"[{failed[0]}] ended with {how}; the others are ended", file=err)
+                _write(err, f"[{failed[0]}] ended with {how}; the others are ended\n")
                 return status if status > 0 else 128 - status
             if all(status == 0 for status in statuses):
                 return 0
@@ -181,7 +181,7 @@ def _end(workers: list[subprocess.Popen[str]], grace_s: float) -> None:
     _wait_for(workers, grace_s, is_urgent)
     late = [rank for rank, worker in enumerate(workers) if worker.poll() is None]
     if late:
-        print(f"workers {late} still run and are killed (--grace {grace_s:g})", file=sys.stderr)
+        _write(sys.stderr, f"workers {late} still run and are killed (--grace {grace_s:g})\n")
     for worker in workers:
         worker.kill()
     for worker in workers:
@@ -200,11 +200,27 @@ def _wait_for(
 
 
 def _copy(rank: int, pipe: Any, target: Any, lock: threading.Lock) -> None:
-    """Copy a worker's output, line by line, with the worker's rank before each."""
+    """Copy a worker's output, line by line, with the worker's rank before each, while somebody reads it."""
+    is_read = True
+    # Also afterwards: a worker whose pipe is full would wait for ever.
     for line in pipe:
-        with lock:
-            target.write(f"[{rank}] {line if line.endswith(chr(10)) else line + chr(10)}")
-            target.flush()
+        if is_read:
+            text = f"[{rank}] {line if line.endswith(chr(10)) else line + chr(10)}"
+            with lock:
+                is_read = _write(target, text)
+
+
+def _write(target: TextIO | None, text: str) -> bool:
+    """Write with the characters that the target has, and return whether that was possible; None: it was closed."""
+    if target is None:
+        return False
+    encoding = target.encoding or "utf-8"
+    try:
+        target.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        target.flush()
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def free_port() -> int:
