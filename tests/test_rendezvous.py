@@ -469,6 +469,18 @@ def test_the_status_of_the_workers_is_that_of_the_command_when_nobody_reads_its_
     assert done.returncode == 3, done.stderr
 
 
+def test_workers_of_one_machine_do_not_inherit_what_is_said_of_several(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = ["GRADWIRE_BIND", "GRADWIRE_IP", "GRADWIRE_MIN_PEERS", "GRADWIRE_PEERS"]
+    names.append("GROUP_WORLD_SIZE")
+    for name in names:
+        monkeypatch.setenv(name, "7")
+    for place in cli_run.environments(2, as_machines=True):
+        assert [name for name in names if name in place] == []
+        assert placement(place).expected_peers() == 1
+
+
 def test_an_interrupt_while_the_workers_start_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
     workers: list[subprocess.Popen[str]] = []
 

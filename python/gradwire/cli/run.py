@@ -80,8 +80,10 @@ def environments(count: int, *, as_machines: bool) -> list[dict[str, str]]:
     }
     if not (common.get("GRADWIRE_SECRET") or common.get("GRADWIRE_SECRET_FILE")):
         common["GRADWIRE_SECRET"] = secrets.token_hex(32)
-    for name in ("GRADWIRE_BIND", "GRADWIRE_PEERS", "GRADWIRE_MIN_PEERS"):
-        common.pop(name, None)
+    # Those of a training over several machines: its addresses and its number of machines.
+    for name in ("BIND", "IP", "MIN_PEERS", "PEERS"):
+        common.pop(f"GRADWIRE_{name}", None)
+    common.pop("GROUP_WORLD_SIZE", None)
     # Processes that share the processors get a part of them each.
     common.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     return [
