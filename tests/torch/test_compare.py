@@ -157,6 +157,7 @@ def test_a_script_that_fails_shows_its_own_error(tmp_path: Path) -> None:
         (["--link", "1Mbit"], "give -n as well"),
         (["-n", "2", "--latency", "20ms"], "give --link as well"),
         (["-n", "2", "--link", "fast"], "not a rate"),
+        (["-n", "2", "--link", "0Mbit"], "--link is 0Mbit, must be above 0"),
         ([], "needs two processes or more"),
     ],
 )

@@ -124,6 +124,10 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ValueError(f"-n is {arguments.workers}, must be 2 or more")
     if seconds("--latency", arguments.latency) and not arguments.link:
         raise ValueError("--latency is that of links: give --link as well, such as --link 100Mbit")
+    if arguments.link is not None and not rate("--link", arguments.link):
+        raise ValueError(
+            f"--link is {arguments.link}, must be above 0; without --link the rate is not limited"
+        )
     from gradwire.torch.comparison import check_steps
 
     check_steps(arguments.steps)
