@@ -184,6 +184,9 @@ def test_the_address_comes_with_the_reason_for_it(monkeypatch: pytest.MonkeyPatc
         ({"SLURM_PROCID": "1"}, "FAIL", "SLURM_NTASKS is not set"),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "FAIL", "not where"),
         ({"GRADWIRE_PEERS": ""}, "FAIL", "trains alone"),
+        ({"GRADWIRE_PEERS": "a,b"}, "FAIL", "address 'a' is not of the form host:port"),
+        ({"GRADWIRE_PEERS": "a:0"}, "FAIL", "address 'a:0': nothing can be reached at port 0"),
+        ({"GRADWIRE_BIND": "1:2:3"}, "FAIL", "address '1:2:3'"),
     ],
 )
 def test_the_place_in_a_run_is_what_a_training_would_take(
