@@ -208,6 +208,18 @@ def test_a_collector_does_not_keep_an_exchange_alive(node: gw.Node) -> None:
     assert list(collector.collect()) == []
 
 
+def test_the_next_exchange_of_a_process_is_registered_as_the_first_was(node: gw.Node) -> None:
+    registry = prometheus_client.CollectorRegistry(auto_describe=True)  # as ``REGISTRY``
+    for steps in (1, 2):
+        share = gw.Exchange(gw.Encoder(4, 0.5), node, min_peers=0)
+        registry.register(MetricsCollector(share))
+        for _ in range(steps):
+            share.step(np.zeros(4, np.float32), np.zeros(4, np.float32))
+        assert registry.get_sample_value("gradwire_steps_total") == steps
+        del share
+        gc.collect()
+
+
 def test_a_collector_without_prometheus_client_says_what_to_install(
     share: gw.Exchange, monkeypatch: pytest.MonkeyPatch
 ) -> None:

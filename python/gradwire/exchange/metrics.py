@@ -359,6 +359,10 @@ class MetricsCollector:
         self._core = core
         self._exchange = weakref.ref(exchange)
 
+    def describe(self) -> Iterable[Any]:
+        """Name no figures in advance: a registry would refuse the process's next exchange, which has the same ones."""
+        return ()
+
     def collect(self) -> Iterator[Any]:
         """Yield the totals, the transport's counters and every peer's path; nothing after the exchange is gone."""
         # The registry of ``prometheus_client`` lives as long as the process, and must not keep an exchange alive.
