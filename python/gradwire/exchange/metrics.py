@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import clock
+from ..state import check_range
 from ..transport import Peer
 from .groups import Groups
 from .options import Options
@@ -257,10 +258,9 @@ def log_every(steps: int) -> Listener:
     """Return a listener for ``Exchange.listeners`` that logs a line at level INFO every so many steps.
 
     Raises:
-        ValueError: ``steps`` is less than 1.
+        TypeError, ValueError: ``steps`` is not an int of 1 or more.
     """
-    if steps < 1:
-        raise ValueError(f"steps is {steps}, must be 1 or more")
+    check_range("steps", steps, 1, 2**53)
     seen: list[StepResult] = []
 
     def listen(result: StepResult, stats: ExchangeStats) -> None:
