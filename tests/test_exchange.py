@@ -376,6 +376,14 @@ def test_a_late_comer_is_ignored_and_counted(scripted: Callable[..., ScriptedNod
     assert params.tolist() == [0.5, 0.0]
 
 
+def test_an_observer_is_told_to_close_its_node_instead_of_leaving(
+    scripted: Callable[..., ScriptedNode],
+) -> None:
+    share = gw.Exchange(encoder(2), scripted(), role="observer")
+    with pytest.raises(ValueError, match="just close its node"):
+        share.leave(zeros(2))
+
+
 @pytest.mark.parametrize("payload", [b"nonsense", bytes(encoder(3).encode(update(1, 1, 1)))])
 def test_bytes_that_do_not_fit_name_their_sender_and_change_nothing(
     scripted: Callable[..., ScriptedNode], payload: bytes, caplog: pytest.LogCaptureFixture

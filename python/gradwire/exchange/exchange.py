@@ -299,6 +299,8 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
 
         Args, Raises: as ``step``.
         """
+        if self._options.role == "observer":
+            raise ValueError('role="observer" has no last update to send: just close its node')
         if self._membership.phase is Phase.LEAVING:
             return StepResult(step=self.next_step)
         self.note_written(params)
