@@ -160,7 +160,8 @@ def test_a_host_whose_step_was_interrupted_goes_on_from_its_checkpoint_only(
     ("options", "complaint"),
     [
         ({"node": None}, "node must be a Node, got None"),
-        ({"params": None}, "parameters must be all float32 or all float64"),
+        ({"params": None}, "params must be an array or several, got NoneType"),
+        ({"params": {"w": np.zeros(3)}}, r"got dict: of a dict, pass list\(params.values\(\)\)"),
         ({"params": [np.float32([1.0, np.nan])]}, "parameters: 1 of 2 elements are not finite"),
         ({"threshold": "0.1"}, "threshold must be a threshold policy or a number"),
         (
@@ -183,7 +184,7 @@ def test_a_host_refuses_at_once_what_would_fail_later(
     ("options", "complaint"),
     [
         ({"node": "127.0.0.1:1"}, "node must be a Node, got '127.0.0.1:1'"),
-        ({"params": {"w": np.zeros(3)}}, "not an array"),
+        ({"params": {"w": np.zeros(3)}}, "got dict: of a dict, pass list"),
         (
             {"params": [np.zeros(22)], "threshold": gw.TargetBytes(10)},
             "max_bytes is 10, too few for one changed element of 22",

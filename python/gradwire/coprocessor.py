@@ -43,7 +43,7 @@ from .errors import (
     NotConnected,
     WouldBlock,
 )
-from .hosted import HostedModel
+from .hosted import HostedModel, listed
 from .message import Message, apply, apply_many, decode, dense_message
 from .policy import as_number
 from .slices import (
@@ -271,7 +271,7 @@ class Host(AbstractContextManager["Host"]):
         check_range("gradients_per_step", gradients_per_step, 1, 2**20)
         check_range("max_staleness", 0 if max_staleness is None else max_staleness, 0, 2**53)
         check_node(node)
-        given = _listed(params)
+        given = listed(params)
         initial = [np.asarray(p.detach() if hasattr(p, "detach") else p) for p in given]
         self._layout = [type(optimizer).__name__, *layouts(initial)]
         if {str(array.dtype) for array in initial} not in ({"float32"}, {"float64"}):
@@ -676,7 +676,7 @@ class Worker(AbstractContextManager["Worker"]):
     ) -> None:
         check_range("in_flight", in_flight, 0, 2**20)
         check_node(node)
-        self._given = [] if params is None else _listed(params)
+        self._given = [] if params is None else listed(params)
         numel = sum(math.prod(shape) for _, shape in layouts(self._given))
         Encoder(numel, threshold, keeps_residual=False)
         self.node = node
@@ -973,12 +973,6 @@ def _check_finite(name: str, arrays: Arrays, error: type[Exception] = ValueError
 
 def _numel(arrays: Arrays) -> int:
     return sum(array.size for array in arrays)
-
-
-def _listed(params: Any) -> list[Any]:
-    """Return several arrays as a list; one array, or what is none, as its only element."""
-    is_single = hasattr(params, "dtype") or not isinstance(params, Iterable)
-    return [params] if is_single else list(params)
 
 
 def _flat_and_views(layout: list[Any]) -> tuple[NDArray[Any], Arrays]:

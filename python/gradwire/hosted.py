@@ -258,14 +258,21 @@ class HostedModel:
         self.close()
 
 
-def _views(params: Any) -> _Arrays:
-    """Return arrays, or tensors whether they require grad or not, as NumPy arrays of the same memory."""
+def listed(params: Any) -> list[Any]:
+    """Return one array or several as a list; raise `TypeError` for a dict, of which the names would be left."""
+    if hasattr(params, "dtype"):
+        return [params]
     if isinstance(params, Mapping) or not isinstance(params, Iterable):
         raise TypeError(
             f"params must be an array or several, got {type(params).__name__}: of a dict, pass list(params.values())"
         )
-    listed = [params] if hasattr(params, "dtype") else list(params)
-    views = [np.asarray(array.detach() if hasattr(array, "detach") else array) for array in listed]
+    return list(params)
+
+
+def _views(params: Any) -> _Arrays:
+    """Return arrays, or tensors whether they require grad or not, as NumPy arrays of the same memory."""
+    arrays = listed(params)
+    views = [np.asarray(array.detach() if hasattr(array, "detach") else array) for array in arrays]
     for view in views:
         if view.dtype.kind not in "biuf":
             raise TypeError(f"a hosted model has arrays of numbers, got {view.dtype}")
