@@ -376,6 +376,20 @@ def test_a_late_comer_is_ignored_and_counted(scripted: Callable[..., ScriptedNod
     assert params.tolist() == [0.5, 0.0]
 
 
+def test_a_peer_that_is_no_member_does_not_fill_the_log(
+    scripted: Callable[..., ScriptedNode], caplog: pytest.LogCaptureFixture
+) -> None:
+    member, others = peer(10), [peer(20), peer(30)]
+    node = scripted(peers=(member,))
+    many = [arrival(other, 0, 0.0, 0.5) for other in others] * 100
+    node.rounds = [[*many, arrival(member, 0, 0.5, 0.0)], [arrival(member, 1, 0.5, 0.0)]]
+    share = gw.Exchange(encoder(2), node)
+    share.step(update(0.0, 0.0), zeros(2))
+    assert [text.partition(" ignored")[0] for text in caplog.messages] == [
+        f"step 0 from {other.address}" for other in others
+    ]
+
+
 def test_an_observer_is_told_to_close_its_node_instead_of_leaving(
     scripted: Callable[..., ScriptedNode],
 ) -> None:

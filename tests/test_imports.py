@@ -50,10 +50,10 @@ ALLOWED = {
     "dl4j": {"errors", "message", "policy"},
     "shared_memory": set(),
     "hosted": {"errors", "shared_memory", "state"},
-    "coprocessor": CODEC | {"hosted", "shared_memory", "slices", "transport"},
+    "coprocessor": CODEC | {"clock", "hosted", "shared_memory", "slices", "transport"},
     "cost": {"policy", "transport"},
     "calibration": CODEC | {"cost", "transport"},
-    "transport": {"errors", "rendezvous", "transport"},
+    "transport": {"clock", "errors", "rendezvous", "transport"},
     "exchange": CODEC | {"agreement", "clock", "exchange", "shared_memory", "slices", "transport"},
     "feed": {"errors", "feed", "shared_memory", "state", "transport"},
     "cli": CODEC

@@ -1,13 +1,24 @@
-"""The clock of the exchange and of the Spark integration, which tests replace; waits that last as long as they move."""
+"""The clock of the exchange and of the Spark integration, which tests replace; waits, and log entries at intervals."""
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
-__all__ = ["POLL_S", "ROOM_POLL_S", "Wait", "now_s", "of_bytes", "repeat", "sleep"]
+__all__ = [
+    "LOG_INTERVAL_S",
+    "POLL_S",
+    "ROOM_POLL_S",
+    "LogLimit",
+    "Wait",
+    "now_s",
+    "of_bytes",
+    "repeat",
+    "sleep",
+]
 
 _LOG = logging.getLogger(__name__)
 
@@ -20,6 +31,11 @@ ROOM_POLL_S = 0.001
 # Whoever waits longer gets a log entry, and then others at intervals that double up to the longest.
 _SHOWN_AFTER_S = 2.0
 _SHOWN_EVERY_S = 30.0
+
+LOG_INTERVAL_S = 10.0  # between entries that every message of a peer may cause
+_LOG_SENDERS_MAX = (
+    1_024  # whose entries are counted; a peer that is started again is another sender
+)
 
 now_s = time.perf_counter
 
@@ -83,6 +99,34 @@ class Wait:
             self._shown_s = time_s + min(elapsed_s, _SHOWN_EVERY_S)
             what = f"{self.what}: {text}" if text else self.what
             _LOG.warning("%s, after %.0f s", what, elapsed_s)
+
+
+class LogLimit:
+    """Log entries that every message of a peer may cause: the first, and then one in ten seconds with their number.
+
+    Args:
+        write: method of a logger, such as ``logger.warning``.
+    """
+
+    def __init__(self, write: Callable[..., None]) -> None:
+        self._write = write
+        # By sender and text: the time of the next entry, and how many were left out since the last.
+        self._entries: dict[tuple[Hashable, str], tuple[float, int]] = {}
+
+    def log(self, sender: Hashable, time_s: float, text: str, *values: object) -> None:
+        """Write an entry unless this sender has caused one with this text (before formatting) shortly before."""
+        key = (sender, text)
+        due_s, left_out = self._entries.pop(key, (-math.inf, 0))
+        if time_s < due_s:
+            self._entries[key] = (due_s, left_out + 1)
+            return
+        if len(self._entries) >= _LOG_SENDERS_MAX:
+            del self._entries[next(iter(self._entries))]  # the one that was quiet for longest
+        self._entries[key] = (time_s + LOG_INTERVAL_S, 0)
+        if left_out:
+            text += " (%d more of these since the last entry)"
+            values = (*values, left_out)
+        self._write(text, *values, stacklevel=2)
 
 
 def of_bytes(done: int, total: int) -> str:

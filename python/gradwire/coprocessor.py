@@ -34,6 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .arrays import Arrays, copies, layouts, put
+from .clock import LogLimit, now_s
 from .codec import Encoder
 from .errors import (
     GradwireError,
@@ -322,6 +323,10 @@ class Host(AbstractContextManager["Host"]):
         )
 
     @cached_property
+    def _log(self) -> LogLimit:
+        return LogLimit(logger.error)
+
+    @cached_property
     def _encoder(self) -> Encoder:
         return Encoder(_numel(self.params), self.threshold, dtype=self.params[0].dtype)
 
@@ -385,7 +390,7 @@ class Host(AbstractContextManager["Host"]):
                 self._take(peer, kind, payload)
             except (MessageError, struct.error) as error:
                 # Its worker keeps the gradient and waits; the others must not suffer.
-                logger.error("a message of %s is not valid: %s", peer.address, error)
+                self._log.log(peer, now_s(), "a message of %s is invalid: %s", peer.address, error)
         return len(self._batch) >= self.gradients_per_step
 
     def _take(self, peer: Peer, kind: int, payload: memoryview) -> None:
@@ -413,7 +418,8 @@ class Host(AbstractContextManager["Host"]):
                 if message.numel != (numel := _numel(self.params)):
                     raise MessageError(f"{message.numel} elements for parameters of {numel}")
                 if reason := self._overflow_of(message):
-                    logger.error("a gradient of %s goes back to it: %s", peer.address, reason)
+                    text = "a gradient of %s goes back to it: %s"
+                    self._log.log(peer, now_s(), text, peer.address, reason)
                 if reason or self.version - version > self.max_staleness:
                     run.refused = number
                     self.refused += 1
@@ -963,9 +969,8 @@ def _read_arrays(file: BinaryIO, nbytes: int) -> tuple[dict[str, Any], dict[str,
 
 def _check_finite(name: str, arrays: Arrays, error: type[Exception] = ValueError) -> None:
     """Raise an error if an element is NaN or infinite."""
-    with np.errstate(
-        all="ignore"
-    ):  # a sum takes no memory; that of finite values may be too large, too
+    # A sum takes no memory; that of finite values may be too large, too.
+    with np.errstate(all="ignore"):
         unclear = [array for array in arrays if not math.isfinite(array.sum())]
     if count := sum(int((~np.isfinite(array)).sum()) for array in unclear):
         raise error(f"{name}: {count} of {_numel(arrays)} elements are not finite")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from gradwire.clock import LOG_INTERVAL_S
 from gradwire.transport.handshake import (
     INITS_BURST,
-    LOG_INTERVAL_S,
     MAC1S_MAX,
     TIMELY_S,
     InitGate,
@@ -73,6 +73,7 @@ def test_rejected_peers_are_counted_and_logged_once_in_a_while(
     assert "10.0.0.9:1" in first
     rejected.note(("10.0.0.1", 1), "reason", 1.0 + LOG_INTERVAL_S)
     assert "10.0.0.1:1" in caplog.messages[1]
+    assert "(999 more of these since the last entry)" in caplog.messages[1]
 
 
 def test_an_init_of_another_version_is_logged_with_the_versions_and_other_datagrams_are_not(

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from .. import clock
 from ..errors import MessageError, Mismatch, WouldBlock
 from ..message import Message
 from ..slices import LEAST_SLICE_BYTES, Assembler, Outgoing, Slicer, tag_of_slice
@@ -678,8 +679,9 @@ class Router:
         self._ended: set[NodeRun] = set()  # connections that may have left messages
         self._slice_bytes = self._introductions.slice_bytes  # that all connected nodes take
         self._ignored = 0  # updates of nodes that are no members
-        self._held: list[tuple[NodeRun, memoryview]] | None = None
-        self._held_step = 0
+        self._log = clock.LogLimit(_LOG.warning)
+        # The step of the last update to this exchange, and introductions to the next one.
+        self._held: tuple[int, list[tuple[NodeRun, memoryview]]] | None = None
         self._refuse: Callable[[NodeRun, int, str], bool] = lambda *_: False
 
     def handle(self, kind: Kind, handler: Handler) -> None:
@@ -786,13 +788,12 @@ class Router:
 
     def hold_introductions(self, step: int) -> None:
         """From now on keep introductions of members that have gone on to another exchange, after ``step``."""
-        self._held = []
-        self._held_step = step
+        self._held = (step, [])
 
     @property
     def held(self) -> list[tuple[NodeRun, memoryview]]:
         """Senders and introductions that were kept."""
-        return self._held or []
+        return [] if self._held is None else self._held[1]
 
     def replay(self, introductions: Iterable[tuple[NodeRun, memoryview]]) -> None:
         """Handle introductions that an earlier exchange has kept."""
@@ -808,14 +809,15 @@ class Router:
         """
         if self._held is None or not Hello.begins_anew(payload):
             return False
+        last, held = self._held
         stream = self._membership.members.get(sender)
         # Messages of a node arrive in order: what it has not sent before the introduction does not come any more.
-        if stream is not None and stream.next_missing <= self._held_step:
+        if stream is not None and stream.next_missing <= last:
             there = self._introductions.name_of(sender)
             raise Mismatch(
                 f"{there} has added parameters after an earlier step: add them after the same step on all nodes"
             )
-        self._held.append((sender, payload))
+        held.append((sender, payload))
         return True
 
     def receive(self, timeout_s: float) -> set[NodeRun]:
@@ -904,7 +906,7 @@ class Router:
                 raise MessageError(text) from error
             if not is_member:
                 name += " is no member, its message"
-            _LOG.warning("%s is ignored: %s", name, error)
+            self._log.log(sender, clock.now_s(), "%s is ignored: %s", name, error)
 
     def _add_slice(self, sender: NodeRun, _: int, payload: memoryview) -> None:
         kind, number = divmod(tag_of_slice(payload), TAG_NUMBERS)
@@ -924,7 +926,8 @@ class Router:
                 _LOG.debug("step %d from %s came before its introduction", step, address)
                 return
             self._ignored += 1
-            _LOG.warning("step %d from %s ignored: it is not a member", step, address)
+            text = "step %d from %s ignored: it is not a member"
+            self._log.log(sender, clock.now_s(), text, step, address)
         elif stream.accepts(step):
             # No member gets that far ahead of another, and waiting updates cost memory.
             is_member = membership.phase is Phase.IN and sender in membership.peers

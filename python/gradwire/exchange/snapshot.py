@@ -700,6 +700,7 @@ class Recipient:
         self.requests = 0
         self.received_bytes = 0
         self.is_asked = False
+        self._log = clock.LogLimit(_LOG.warning)
         # Until a snapshot is taken: several donors have answered at different steps, or something that is no snapshot.
         self._asks_one = False
         self._fastest: NodeRun | None = None  # of those that have sent all that was asked of them
@@ -855,7 +856,8 @@ class Recipient:
                     if rate > self._rate:
                         self._rate, self._fastest = rate, run
         except MessageError as error:
-            _LOG.warning("%s: %s; this node asks another member", self._address_of(run), error)
+            text = "%s: %s; this node asks another member"
+            self._log.log(run, clock.now_s(), text, self._address_of(run), error)
             self._asks_one = True
             self._fastest = None
             self.cancel()

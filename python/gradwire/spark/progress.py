@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from ..clock import now_s
+from ..clock import LogLimit, now_s
 from ..errors import Closed
 from ..transport import Node, PeerJoined
 from .placement import host_of
@@ -63,6 +63,7 @@ class Progress:
     ) -> None:
         limits = silence_limits(None, timeout_s + _MARGIN_S)
         self._node = Node("0.0.0.0:0", secret=secret, limits=limits)
+        self._log = LogLimit(_LOG.warning)
         self._workers = workers
         self._timeout_s = timeout_s
         self._retries = retries
@@ -113,7 +114,8 @@ class Progress:
                     try:
                         self._take_note(task, worker, json.loads(bytes(message.payload)))
                     except (KeyError, TypeError, ValueError, RecursionError) as error:
-                        _LOG.warning("a note of %s cannot be read: %r", self._name(worker), error)
+                        text = "a note of %s cannot be read: %r"
+                        self._log.log(worker, now_s(), text, self._name(worker), error)
 
     def _take_event(self, event: Event) -> None:
         task, worker = divmod(event.peer.id, WORKERS_MAX)

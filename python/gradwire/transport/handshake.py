@@ -9,6 +9,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
+from ..clock import LogLimit
 from . import wire
 from .addressing import format_address
 from .crypto import PROLOGUE, AuthenticationError, Entropy, Handshake, Mac1
@@ -20,7 +21,6 @@ INITS_PER_S: Final = 200.0
 INITS_BURST: Final = 64
 MAC1S_MAX: Final = 16_384  # 2 MB; at full rate the last 40 s
 TIMELY_S: Final = 120.0  # how far apart the clocks of two nodes may be
-LOG_INTERVAL_S: Final = 10.0  # between entries about rejected peers, whose addresses can be made up
 Admitted: TypeAlias = tuple[Handshake, wire.Introduction]
 
 
@@ -32,17 +32,16 @@ class RejectedPeers:
         self.count = 0
         self.last: Address | None = None  # source of the last of them, which nobody has verified
         self.reason = ""  # why the last of them got no answer
-        self._log_at_s = float("-inf")
+        self._log = LogLimit(logger.warning)
 
     def note(self, address: Address, reason: str, now_s: float) -> None:
         """Count an INIT that gets no answer."""
         self.count += 1
         self.last = address
         self.reason = reason
-        if now_s >= self._log_at_s:
-            self._log_at_s = now_s + LOG_INTERVAL_S
-            text = "an INIT from %s gets no answer: %s; this is %s"
-            logger.warning(text, format_address(address), reason, self.name)
+        text = "an INIT from %s gets no answer: %s; this is %s"
+        # One limit for all senders: their addresses can be made up.
+        self._log.log(None, now_s, text, format_address(address), reason, self.name)
 
     def note_version(self, kind: int, address: Address, now_s: float) -> None:
         """Count a datagram of an unknown kind if it is an INIT of another version."""
