@@ -126,13 +126,13 @@ class Model(torch.nn.Module):
 def rows():
     return [{"inputs": x, "labels": y} for x, y in data()]
 
-def trainer(name, optim="sgd", plain=True, steps=6, model=None, **options):
+def trainer(name, optim="sgd", plain=True, steps=6, model=None, sharing={}, **options):
     arguments = TrainingArguments(
         output_dir=str(folder / name), per_device_train_batch_size=4, learning_rate=LR, optim=optim,
         **{"lr_scheduler_type": "constant", "max_grad_norm": 0.0, "save_strategy": "no", **options},
         max_steps=steps, report_to=[], disable_tqdm=True, use_cpu=True, logging_steps=1000,
     )
-    kind = gradwire_trainer(Trainer, **({"codec": "dense"} if plain else {}))
+    kind = gradwire_trainer(Trainer, **({"codec": "dense"} if plain else sharing))
     return kind(model=model or Model(), args=arguments, train_dataset=rows(), eval_dataset=rows()[:8])
 
 def fitted(made, **options):
@@ -149,14 +149,21 @@ def clipping():
 def bf16():
     return fitted(trainer("bf16", "adamw_torch", False, 30, bf16=True, max_grad_norm=0.5))
 
-def resume():
+def resumed(name, **sharing):
     options = {"bf16": True, "max_grad_norm": 0.5, "gradient_accumulation_steps": 2, "steps": 16,
-               "lr_scheduler_type": "linear", "save_strategy": "steps", "save_steps": 5}
-    whole = fitted(trainer("whole", "adamw_torch", False, **options))
-    made = trainer("rest", "adamw_torch", False, **options)
-    rest = fitted(made, resume_from_checkpoint=str(folder / "whole" / "checkpoint-10"))
-    files = sorted(path.name for path in (folder / "whole" / "checkpoint-10").glob("optimizer*"))
+               "lr_scheduler_type": "linear", "save_strategy": "steps", "save_steps": 5, "sharing": sharing}
+    whole = fitted(trainer(f"{name} whole", "adamw_torch", False, **options))
+    made = trainer(f"{name} rest", "adamw_torch", False, **options)
+    saved = folder / f"{name} whole" / "checkpoint-10"
+    rest = fitted(made, resume_from_checkpoint=str(saved))
+    files = sorted(path.name for path in saved.glob("optimizer*"))
     return {**whole, "resumed": rest["final"], "files": files}
+
+def resume():
+    return resumed("plain")
+
+def overlapping():
+    return resumed("overlapping", every=4, overlap=3)
 
 def evaluation():
     made = trainer("evaluation", "adamw_torch", False, eval_strategy="steps", eval_steps=3)
@@ -165,7 +172,7 @@ def evaluation():
     made.train()  # once more in the same process
     return {"evaluated": made.model.evaluated}
 
-run({case.__name__: case for case in [accumulation, clipping, bf16, resume, evaluation]})
+run({case.__name__: case for case in [accumulation, clipping, bf16, resume, overlapping, evaluation]})
 """
 
 SCRIPTS = {"accelerate": ACCELERATE, "trainer": TRAINER}
@@ -200,8 +207,11 @@ def test_bfloat16_with_clipping_trains(done: tuple[str, Path, str]) -> None:
     assert runs.loss_of(first["final"]) < 0.7 * runs.loss_of(first["initial"])
 
 
-def test_a_training_is_resumed_bit_for_bit(done: tuple[str, Path, str]) -> None:
-    first, second = runs.results_of(done[1], "resume", done[2])
+@pytest.mark.parametrize("case", ["resume", "overlapping"])
+def test_a_training_is_resumed_bit_for_bit(done: tuple[str, Path, str], case: str) -> None:
+    if (done[0], case) == ("accelerate", "overlapping"):
+        pytest.skip("Accelerate's loop calls catch_up() itself")
+    first, second = runs.results_of(done[1], case, done[2])
     runs.assert_same(first["final"], second["final"])
     for result in (first, second):
         runs.assert_same(result["resumed"], result["final"])

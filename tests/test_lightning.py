@@ -82,15 +82,23 @@ def keeping(name):
     path = folder / name
     return ModelCheckpoint(path, filename="{step}", every_n_train_steps=5, save_top_k=-1, save_last=True)
 
-def resume():
+def resumed(name, **sharing):
     options = {"enable_checkpointing": True, "precision": "bf16-mixed", "gradient_clip_val": 0.5}
-    options |= {"limit_train_batches": 5}
-    whole = fitted(Module(torch.optim.AdamW), trainer(steps=15, max_epochs=8, callbacks=[keeping("whole")], **options))
-    fitted(Module(torch.optim.AdamW), trainer(steps=10, max_epochs=8, callbacks=[keeping("half")], **options))
-    made = trainer(steps=15, max_epochs=8, callbacks=[keeping("rest")], **options)
-    rest = fitted(Module(torch.optim.AdamW), made, ckpt_path=folder / "half" / "step=10.ckpt")
+    options |= {"limit_train_batches": 5, "max_epochs": 8}
+    def train(part, steps, **more):
+        made = trainer(GradwireStrategy(**sharing), steps, callbacks=[keeping(f"{name} {part}")], **options)
+        return fitted(Module(torch.optim.AdamW), made, **more)
+    whole = train("whole", 15)
+    train("half", 10)
+    rest = train("rest", 15, ckpt_path=folder / f"{name} half" / "step=10.ckpt")
     return {**whole, "resumed": rest["final"], "resumed steps": rest["steps"],
-            "files": sorted(path.name for path in (folder / "half").iterdir())}
+            "files": sorted(path.name for path in (folder / f"{name} half").iterdir())}
+
+def resume():
+    return resumed("plain")
+
+def overlapping():
+    return resumed("overlapping", every=4, overlap=3)
 
 def validation():
     model = Module(torch.optim.AdamW)
@@ -186,7 +194,7 @@ def ema_again():
         wrapped = "update_parameters" in vars(average._average_model)
     return {**fit_averaging(average), "wrapped after failure": wrapped}
 
-cases = [accumulation, clipping, bf16, resume, validation, lr_find, finetuning, ema, swa, ema_again]
+cases = [accumulation, clipping, bf16, resume, overlapping, validation, lr_find, finetuning, ema, swa, ema_again]
 run({case.__name__: case for case in cases})
 """
 
@@ -218,8 +226,9 @@ def test_bfloat16_with_clipping_trains(done: tuple[Path, str]) -> None:
     assert after < 0.7 * before
 
 
-def test_a_training_is_resumed_bit_for_bit(done: tuple[Path, str]) -> None:
-    first, second = runs.results_of(done[0], "resume", done[1])
+@pytest.mark.parametrize("case", ["resume", "overlapping"])
+def test_a_training_is_resumed_bit_for_bit(done: tuple[Path, str], case: str) -> None:
+    first, second = runs.results_of(done[0], case, done[1])
     runs.assert_same(first["final"], second["final"])
     for result in (first, second):
         assert result["resumed steps"] == 15

@@ -131,6 +131,10 @@ def gradwire_trainer(
             with _evaluating(_shared_of(self.optimizer)):
                 return super().evaluation_loop(*args, **kwargs)
 
+        def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+            _catch_up(_shared_of(self.optimizer))
+            super()._save_checkpoint(*args, **kwargs)
+
         def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
             super()._save_optimizer_and_scheduler(output_dir)
             _save_rank(self.optimizer, os.path.join(output_dir, _TRAINER_FILE), self.accelerator)
@@ -158,8 +162,15 @@ def _evaluating(optimizer: SharedOptimizer | None) -> Iterator[None]:
     if optimizer is None:
         yield
         return
+    _catch_up(optimizer)
     with optimizer.shared_parameters():
         yield
+
+
+def _catch_up(optimizer: SharedOptimizer | None) -> None:
+    """Take what is still on its way, with ``overlap`` or ``mode="async"``."""
+    if optimizer is not None and optimizer.has_joined:
+        optimizer.catch_up()
 
 
 def _save_rank(optimizer: Any, path: str, accelerator: Any) -> None:

@@ -78,6 +78,7 @@ class GradwireStrategy(DDPStrategy):
             **options,
         }
         self._failure: tuple[object, ...] = ()
+        self._is_evaluating = False
         self._evaluation = ExitStack()
         self._averages = ExitStack()
 
@@ -198,21 +199,28 @@ class GradwireStrategy(DDPStrategy):
         def update_from_shared(*args: Any, **kwargs: Any) -> None:
             with ExitStack() as stack:
                 for optimizer in self._shared_optimizers():
-                    # During validation, or in the callback's own ``shared_parameters``, the model has them already.
-                    if optimizer._set_aside is None:
-                        stack.enter_context(optimizer.shared_parameters())
+                    stack.enter_context(optimizer.shared_parameters())
                 update(*args, **kwargs)
 
         return update_from_shared
 
+    def _catch_up(self) -> None:
+        """Take what is still on its way, with ``overlap`` or ``mode="async"``."""
+        for optimizer in self._shared_optimizers():
+            if optimizer.has_joined:
+                optimizer.catch_up()
+
     def on_validation_start(self) -> None:
         """Evaluate the parameters that all processes share."""
         super().on_validation_start()
+        self._catch_up()
+        self._is_evaluating = True
         for optimizer in self._shared_optimizers():
             self._evaluation.enter_context(optimizer.shared_parameters())
 
     def on_validation_end(self) -> None:
         """Go on with this process's own parameters."""
+        self._is_evaluating = False
         self._evaluation.close()
         super().on_validation_end()
 
@@ -230,6 +238,12 @@ class GradwireStrategy(DDPStrategy):
         super().teardown()
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the model's state for a checkpoint, of which the optimiser's state is taken next."""
+        if not self._is_evaluating:
+            self._catch_up()
+        return super().lightning_module_state_dict()
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None

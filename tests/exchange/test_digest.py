@@ -201,12 +201,12 @@ def test_expensive_digests_come_less_often(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(consistency_module, "digest_of", slow)
         others = Others()
         consistency, replica = comparison_of(others, 0)
-        for step in range(100):
+        for step in range(200):
             replica.step = step
             consistency.compare(PARAMS)
             world.now_s += 1.0
     assert others.announced[:2] == [1, 2]
-    assert others.announced[2] - others.announced[1] == 25, "0.5 s are 1/50 of 25 s"
+    assert others.announced[2] - others.announced[1] == 100, "0.5 s are 1/200 of 100 s"
 
 
 def test_digests_that_not_all_will_tell_are_not_kept_for_ever() -> None:

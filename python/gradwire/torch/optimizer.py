@@ -509,11 +509,9 @@ class SharedOptimizer(torch.optim.Optimizer):
         >>> model.bias.item() == before - 0.25
         True
         """
-        if self.has_ended:
+        if self.has_ended or self._set_aside is not None:
             yield
             return
-        if self._set_aside is not None:
-            raise RuntimeError("shared_parameters() inside shared_parameters()")
         is_as_left = self._has_joined and self._marks.hold(self._tensors())
         self._set_aside = values = self._swap_shared()
         try:
