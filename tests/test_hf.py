@@ -163,7 +163,7 @@ def resume():
     return resumed("plain")
 
 def overlapping():
-    return resumed("overlapping", every=4, overlap=3)
+    return resumed("overlapping", every=4, overlap=3, codec="dense")
 
 def evaluation():
     made = trainer("evaluation", "adamw_torch", False, eval_strategy="steps", eval_steps=3)

@@ -98,7 +98,7 @@ def resume():
     return resumed("plain")
 
 def overlapping():
-    return resumed("overlapping", every=4, overlap=3)
+    return resumed("overlapping", every=4, overlap=3, codec="dense")
 
 def validation():
     model = Module(torch.optim.AdamW)
