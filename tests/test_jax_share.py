@@ -368,7 +368,7 @@ def test_a_training_goes_on_from_its_state(make: Any, restored: str) -> None:
 
 @pytest.mark.parametrize("steps", [1, 6, 9])
 def test_an_overlapped_training_goes_on_where_it_has_caught_up(steps: int) -> None:
-    options: Any = {"density": 0.25, "every": 4, "overlap": 2}
+    options: Any = {"codec": "dense", "every": 4, "overlap": 2}
 
     def go_on(optimizer: Any, state: Any, params: Any, steps: range) -> Any:
         for step in steps:
