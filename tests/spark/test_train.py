@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,13 +23,23 @@ pytest.importorskip("fsspec", reason="fsspec is not installed")
 pytest.importorskip("pandas", reason="pandas is not installed")
 
 from gradwire.spark.checkpoints import Checkpoints, unpack  # noqa: E402
-from gradwire.spark.rounds import _CHUNK, _STATE, _load, _rest_of, _State, _values_of  # noqa: E402
+from gradwire.spark.data import FEATURES, LABEL, VALIDATION  # noqa: E402
+from gradwire.spark.rounds import (  # noqa: E402
+    _CHUNK,
+    _STATE,
+    _load,
+    _rest_of,
+    _State,
+    _trainer,
+    _values_of,
+)
 from gradwire.spark.train import (  # noqa: E402
     AveragingTrainer,
     ModelReplica,
     SharedTrainer,
     Times,
     TrainingJob,
+    Worker,
     pack,
 )
 
@@ -272,3 +284,138 @@ def test_a_function_that_returns_something_else_is_named(name: str, kind: str) -
     text = rf"{name}\(...\) has returned None, must return a torch {kind}"
     with pytest.raises(TypeError, match=text):
         ModelReplica(job)
+
+
+class Stage:
+    """A stage with a single task, which has any number."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def partitionId(self) -> int:  # noqa: N802
+        return self.rank
+
+    def getTaskInfos(self) -> list[None]:  # noqa: N802
+        return [None]
+
+    def cpus(self) -> int:
+        return 1
+
+    def allGather(self, text: str) -> list[str]:  # noqa: N802
+        return [text]
+
+
+class Unwatched:
+    """A watch that nobody looks at."""
+
+    busy = staticmethod(contextlib.nullcontext)
+
+    def tell(self, *_: Any, **values: Any) -> None:
+        pass
+
+    tell_wait = note_start = tell
+
+
+class LocalTrainer:
+    """Steps of a worker that exchanges nothing."""
+
+    is_async = False
+    shared = staticmethod(contextlib.nullcontext)
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def step(self, _times: Times) -> None:
+        self.optimizer.step()
+
+    def end_epoch(self, times: Times) -> None:
+        pass
+
+
+class LocalWorker(Worker):
+    def connect(self, _stack: Any, _names: list[str]) -> None:
+        self.trainer = LocalTrainer(self.optimizer)  # type: ignore[assignment]
+
+
+def rows_of(numbers: int, held: int = 0) -> Any:
+    """Return rows of a feature, a label, and whether they are for validation, as the last ones are."""
+    import pyarrow as pa
+
+    values = [float(number) for number in range(numbers + held)]
+    is_held = [number >= numbers for number in range(numbers + held)]
+    columns = {FEATURES: [[value] for value in values], LABEL: values, VALIDATION: is_held}
+    return pa.RecordBatch.from_pydict(columns)
+
+
+def local_job(drawn: list[float] | None = None, **options: Any) -> TrainingJob:
+    """Return a job whose model draws a random number in every step."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = torch.nn.Parameter(torch.rand(1))
+
+        def forward(self, inputs: Any) -> Any:
+            if drawn is not None and self.training:
+                drawn.append(torch.rand(()).item())
+            return inputs.float() * self.factor
+
+    columns = {FEATURES: "x", LABEL: "y", VALIDATION: "held"}
+    job = job_of(ParameterAveraging())
+    return replace(
+        job,
+        model=Model,
+        optimizer=lambda params: torch.optim.SGD(params, lr=1e-3),
+        columns=columns,
+        **options,
+    )
+
+
+def work_alone(job: TrainingJob, rows: Any, rank: int = 0) -> dict[str, bytes]:
+    """Train a worker on its own; return its results."""
+    return dict(LocalWorker(job, Stage(rank), Unwatched()).run(iter([rows])))  # type: ignore[arg-type]
+
+
+def numbers_drawn(rank: int, epochs: int, folder: str | None = None, resume: Any = None) -> Any:
+    drawn: list[float] = []
+    checkpoints = Checkpoints(folder, resume, 1000)
+    work_alone(local_job(drawn, epochs=epochs, checkpoints=checkpoints), rows_of(12), rank)
+    return drawn
+
+
+def test_every_worker_and_epoch_has_random_numbers_of_its_own_and_every_fit_the_same(
+    tmp_path: Path,
+) -> None:
+    whole = numbers_drawn(0, epochs=3)
+    assert len(whole) == 9
+    assert numbers_drawn(0, epochs=3) == whole
+    assert len({*whole, *numbers_drawn(1, epochs=3)}) == 18
+    first = numbers_drawn(0, epochs=2, folder=f"{tmp_path}/fit")
+    resumed = numbers_drawn(0, epochs=3, resume=f"{tmp_path}/fit")
+    assert first + resumed == whole
+
+
+def test_every_round_through_spark_has_random_numbers_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drawn: list[float] = []
+    training = ParameterAveraging(via="spark")
+    job = replace(local_job(drawn), training=training)
+    file = io.BytesIO()
+    _State(job).write(file)
+
+    class Sent:
+        read = staticmethod(file.getvalue)
+
+    def take_round(*place: int) -> list[float]:
+        drawn.clear()
+        list(_trainer(job, Sent(), *place)(iter([rows_of(12)])))  # type: ignore[arg-type]
+        return list(drawn)
+
+    numbers = []
+    for rank in range(2):
+        monkeypatch.setattr("gradwire.spark.rounds.rank_of_task", lambda rank=rank: rank)
+        for place in ((0, 0), (0, 1), (1, 0)):
+            numbers += take_round(*place)
+    assert len(numbers) == len(set(numbers)) == 18
+    assert take_round(1, 0) == numbers[-3:]

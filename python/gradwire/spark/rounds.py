@@ -31,6 +31,7 @@ from .train import (
     epoch_rows,
     is_averaged,
     rank_of_task,
+    seed_torch,
 )
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def fit(
                 is_chosen = (F.col("round") * rounds).cast("int") == number
                 chosen = rows.filter(~is_held & is_chosen).drop("round")
                 with contextlib.closing(state.parcel(spark)) as parcel:
-                    trained = chosen.mapInArrow(_trainer(job, parcel, epoch), _SCHEMA)
+                    trained = chosen.mapInArrow(_trainer(job, parcel, epoch, number), _SCHEMA)
                     # Each part is a result of a task. Java hands it on to Python when it comes, and keeps nothing;
                     # with toLocalIterator it pickles all parts, in half as many bytes again, and keeps them.
                     parts = trained.repartition(state.parts, "chunk")
@@ -246,7 +247,7 @@ def _load(job: TrainingJob, state: dict[str, Any]) -> ModelReplica:
     return replica
 
 
-def _trainer(job: TrainingJob, parcel: Parcel, epoch: int) -> _Task:
+def _trainer(job: TrainingJob, parcel: Parcel, epoch: int, number_of_round: int) -> _Task:
     """Return the function that trains on one task's rows of a round."""
 
     def train(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -257,7 +258,7 @@ def _trainer(job: TrainingJob, parcel: Parcel, epoch: int) -> _Task:
         times = Times(shuffled_bytes=rows.nbytes)
         start_s = now_s()
         replica = _load(job, unpack(parcel.read()))
-        torch.manual_seed(job.seed + rank)
+        seed_torch(job.seed, epoch, number_of_round, rank)
         order = shuffled(rows.rows, job.batch_size, [job.seed, epoch, rank])
         for _ in range(min(_averaging(job).every, -(-rows.rows // job.batch_size))):
             replica.compute_gradients(rows, order, times)

@@ -158,6 +158,12 @@ def _made(name: str, value: Any, kind: type) -> Any:
     return value
 
 
+def seed_torch(*key: int) -> None:
+    """Seed torch's random numbers, such as those of dropout, differently for every key."""
+    [seed] = np.random.SeedSequence(key).generate_state(1, np.uint64)
+    torch.manual_seed(int(seed))
+
+
 class ModelReplica:
     """A copy of the model with its optimiser and its loss."""
 
@@ -662,6 +668,9 @@ class Worker(ModelReplica):
             if job.is_shuffled and not self.history:
                 times.shuffled_bytes = training.nbytes + held.nbytes
             self.model.train()
+            # With the numbers of the initial parameters, all workers would drop the same units. At each epoch, so that
+            # a fit that continues another at the end of an epoch has the numbers of a fit without a break.
+            seed_torch(job.seed, done, self.rank)
             while done < (epoch + 1) * steps:
                 self.step(training, order, times)
                 done += 1
