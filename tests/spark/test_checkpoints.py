@@ -45,14 +45,15 @@ def test_the_position_is_read_as_it_was_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = f"file://{tmp_path}/fit"
-    state = {"model": {}, "optimizer": {"gradwire": 1, "lr": 2}, "attempt": {"losses": [1.0]}}
+    attempt = {"losses": [1.0], "history": [{"epoch": 0}]}
+    state = {"model": {}, "optimizer": {"gradwire": 1, "lr": 2}, "attempt": attempt}
     written = Checkpoints(folder, None, 5)
     for rank in range(2):
         written.write(12, rank, {**state, "rank": rank})
     written.finish(12, 2, Position(1, 2, 32, 1))
     position, read = written.read(1, 2)
     assert position == Position(1, 2, 32, 1)
-    assert (read["rank"], read["attempt"]) == (1, {"losses": [1.0]})
+    assert (read["rank"], read["attempt"]) == (1, attempt)
     monkeypatch.setattr(checkpoints.json, "dump", interrupted)
     with pytest.raises(KeyboardInterrupt):
         written.finish(14, 2, Position(1, 4, 32, 1))
@@ -60,6 +61,29 @@ def test_the_position_is_read_as_it_was_written(
     assert written.read(1, 2)[0] == Position(1, 2, 32, 1), "the earlier one is still whole"
     position, read = Checkpoints(None, folder, 5).read(2, 3)
     assert position == Position(1, 2, 32, 1), "another fit begins with the epoch that it is in"
-    assert (read["rank"], read["optimizer"], "attempt" in read) == (0, {"lr": 2}, False)
+    assert (read["rank"], read["optimizer"]) == (0, {"lr": 2})
+    assert read["attempt"] == {"losses": [1.0]}, "the history is that of two workers"
+    _, read = Checkpoints(None, folder, 5).read(1, 2)
+    assert read["attempt"] == attempt
+    _, read = Checkpoints(None, folder, 5).read(1, 2, is_warm=True)
+    assert "attempt" not in read
     with pytest.raises(FileNotFoundError, match="there is no checkpoint in /nowhere"):
         Checkpoints(None, "/nowhere", 5).read(0, 1)
+
+
+def test_a_fit_that_fails_names_the_folder_if_there_is_a_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(checkpoints: Checkpoints) -> list[str]:
+        caplog.clear()
+        with pytest.raises(KeyboardInterrupt), checkpoints.named_on_failure():
+            raise KeyboardInterrupt
+        return caplog.messages
+
+    folder = f"file://{tmp_path}/fit"
+    checkpoints = Checkpoints(folder, None, 5)
+    assert fail(Checkpoints(None, None, 5)) == []
+    assert fail(checkpoints) == []
+    checkpoints.write(5, 0, {})
+    checkpoints.finish(5, 1, Position())
+    assert fail(checkpoints) == [f"fit(..., resume={folder!r}) goes on where this fit has failed"]

@@ -331,7 +331,8 @@ def test_a_worker_that_dies_is_replaced_and_training_goes_on_from_the_checkpoint
     assert (tmp_path / "died").exists()
     assert accuracy(model, rows) > 0.9
     assert model.history.epoch.tolist() == [0, 1, 2]
-    assert model.history.steps.sum() < 3 * 10  # those before the checkpoint were not taken again
+    assert model.history.steps.tolist() == [10, 10, 10]
+    assert steps_taken(tmp_path) <= 2 * (18 + 30 - 14), "the checkpoint was after 14 of 30"
 
 
 @pytest.mark.parametrize(
@@ -347,11 +348,12 @@ def test_another_fit_resumes_from_the_end_of_an_earlier_one(
     assert earlier.checkpoint == f"file://{folder}"
     assert len(list(folder.glob("step-*"))) == 2
     model = fit_with(rows, tmp_path, epochs=4, resume=str(folder), training=training)
-    assert model.history.epoch.tolist() == [3]
+    assert model.history.epoch.tolist() == [0, 1, 2, 3]
+    assert model.history.loss.tolist()[:3] == earlier.history.loss.tolist()
     assert accuracy(model, rows) > 0.9
     ended = fit_with(rows, tmp_path, epochs=2, resume=str(folder), training=training)
     assert accuracy(ended, rows) > 0.9
-    assert ended.history.empty
+    assert ended.history.equals(earlier.history)
     with pytest.raises((gw.GradwireError, OSError), match="there is no checkpoint in /nowhere"):
         fit_with(rows, tmp_path, resume="/nowhere", training=training)
 
@@ -375,7 +377,8 @@ def test_a_worker_that_stops_for_good_is_named_and_training_goes_on_from_the_che
     caplog.set_level(logging.WARNING, "gradwire.spark")
     model = fit_with(rows, tmp_path, stop_at=18, training=training)
     assert model.history.epoch.tolist() == [0, 1, 2]
-    assert model.history.steps.sum() < 3 * 10, "those before the checkpoint were not taken again"
+    assert model.history.steps.tolist() == [10, 10, 10]
+    assert steps_taken(tmp_path) <= 2 * (18 + 30 - 14), "the checkpoint was after 14 of 30"
     [line] = [record.getMessage() for record in caplog.records if "attempt" in record.getMessage()]
     assert line.startswith("attempt 1 of 4: ")
     assert re.search(r"worker 1 on [\d.]+", line)
@@ -500,6 +503,11 @@ def test_local_steps_that_are_left_at_the_end_of_an_epoch_are_exchanged(
     assert moved.abs().max().item() > 0.1
 
 
+def steps_taken(folder: Path) -> int:
+    """Return the number of all workers' steps in `fit_with`, also of those that a lost worker took."""
+    return (folder / "steps").stat().st_size
+
+
 def fit_with(
     rows: Any,
     folder: Path,
@@ -512,6 +520,7 @@ def fit_with(
     training: Any = None,
 ) -> Any:
     flag = str(folder / "died")
+    steps = str(folder / "steps")
 
     def loss() -> Any:
         import subprocess
@@ -522,6 +531,8 @@ def fit_with(
 
         def value(outputs: Any, labels: Any) -> Any:
             value.calls += 1
+            with open(steps, "a") as file:
+                file.write(".")
             if value.calls == die_at and not os.path.exists(flag):
                 open(flag, "w").close()
                 os._exit(1)

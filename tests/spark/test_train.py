@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -347,7 +348,7 @@ def rows_of(numbers: int, held: int = 0) -> Any:
     return pa.RecordBatch.from_pydict(columns)
 
 
-def local_job(drawn: list[float] | None = None, **options: Any) -> TrainingJob:
+def local_job(drawn: list[float] | None = None, rate: float = 1e-3, **options: Any) -> TrainingJob:
     """Return a job whose model draws a random number in every step."""
 
     class Model(torch.nn.Module):
@@ -365,7 +366,7 @@ def local_job(drawn: list[float] | None = None, **options: Any) -> TrainingJob:
     return replace(
         job,
         model=Model,
-        optimizer=lambda params: torch.optim.SGD(params, lr=1e-3),
+        optimizer=lambda params: torch.optim.SGD(params, lr=rate),
         columns=columns,
         **options,
     )
@@ -419,3 +420,58 @@ def test_every_round_through_spark_has_random_numbers_of_its_own(
             numbers += take_round(*place)
     assert len(numbers) == len(set(numbers)) == 18
     assert take_round(1, 0) == numbers[-3:]
+
+
+def history_of(results: dict[str, bytes]) -> list[dict[str, Any]]:
+    rows = json.loads(results["history"])
+    return [
+        {name: row[name] for name in ("epoch", "steps", "loss", "validation_loss")} for row in rows
+    ]
+
+
+def test_a_fit_that_continues_another_stops_as_early_and_returns_the_same_best_model(
+    tmp_path: Path,
+) -> None:
+    """The training diverges, so that the first epoch is the best."""
+
+    def fit(epochs: int, name: str, resume: str | None = None, **options: Any) -> Any:
+        checkpoints = Checkpoints(f"{tmp_path}/{name}", resume and f"{tmp_path}/{resume}", 1000)
+        given = {"patience": 3, "rate": 0.05, "checkpoints": checkpoints, **options}
+        return work_alone(local_job(epochs=epochs, **given), rows_of(12, held=4))
+
+    whole = fit(9, "whole")
+    assert [row["epoch"] for row in history_of(whole)] == [0, 1, 2, 3]
+    fit(2, "first")
+    second = fit(9, "second", resume="first")
+    assert history_of(second) == history_of(whole)
+    assert unpack(second["model"]) == unpack(whole["model"])
+    ended = fit(9, "third", resume="second")
+    assert history_of(ended) == history_of(whole), "training had stopped"
+    assert unpack(ended["model"]) == unpack(whole["model"])
+    last = fit(5, "last", resume="second", patience=0)
+    assert [row["epoch"] for row in history_of(last)] == [0, 1, 2, 3, 4]
+    assert unpack(last["model"]) != unpack(whole["model"]), "without patience the last model counts"
+    warm = fit(1, "warm", resume="first", is_warm=True)
+    assert [row["epoch"] for row in history_of(warm)] == [2]
+    assert unpack(warm["model"]) != unpack(whole["model"])
+
+
+@pytest.mark.parametrize("every", [2, 3])
+def test_an_epoch_that_is_cut_in_two_is_whole_in_the_history(tmp_path: Path, every: int) -> None:
+    """A checkpoint may lie within an epoch, or at its end."""
+    rows = rows_of(12, held=4)
+    whole = work_alone(local_job(epochs=3), rows)
+    job = local_job(epochs=3, checkpoints=Checkpoints(f"{tmp_path}/fit", None, every))
+
+    class Failing(LocalWorker):
+        steps = 0
+
+        def step(self, *args: Any) -> None:
+            self.steps += 1
+            if self.steps == 6:
+                raise RuntimeError("the executor is lost")
+            super().step(*args)
+
+    with pytest.raises(RuntimeError, match="the executor is lost"):
+        Failing(job, Stage(0), Unwatched()).run(iter([rows]))  # type: ignore[arg-type]
+    assert history_of(work_alone(job, rows)) == history_of(whole)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import logging
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -12,6 +15,8 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 
 __all__ = ["Checkpoints", "Position", "pack", "unpack"]
+
+_LOG = logging.getLogger("gradwire.spark")
 
 
 def pack(value: Any) -> bytes:
@@ -66,6 +71,20 @@ class Checkpoints:
     resume: str | None
     every: int
 
+    @contextlib.contextmanager
+    def named_on_failure(self) -> Iterator[None]:
+        """Log the folder if an exception leaves the block, and there is a checkpoint to resume from."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(Exception):  # the first error counts
+                files, folder = fsspec.core.url_to_fs(self.folder or "")
+                if self.folder and files.exists(f"{folder}/latest.json"):
+                    _LOG.warning(
+                        "fit(..., resume=%r) goes on where this fit has failed", self.folder
+                    )
+            raise
+
     def is_due(self, before: int, done: int) -> bool:
         """Return whether to write a checkpoint after the steps from ``before`` to ``done``."""
         return self.folder is not None and done // self.every > before // self.every
@@ -91,11 +110,18 @@ class Checkpoints:
         for old in sorted(files.glob(f"{folder}/step-*"))[:-2]:
             files.rm(old, recursive=True)
 
-    def read(self, rank: int, workers: int) -> tuple[Position, dict[str, Any]]:
+    def read(
+        self, rank: int, workers: int, *, is_warm: bool = False
+    ) -> tuple[Position, dict[str, Any]]:
         """Return the position and the state of the latest checkpoint; at the beginning an empty one.
 
-        With another number of workers than wrote the checkpoint, the state is the first one's, without its residual.
-        Only this fit's own checkpoint has the earlier attempt's history and best model.
+        With another number of workers than wrote the checkpoint, the state is the first one's, without its residual
+        and history.
+
+        Args:
+            rank: of this worker.
+            workers: number of workers.
+            is_warm: a fit that continues another one has a history and a best model of its own.
 
         Raises:
             FileNotFoundError: there is no checkpoint to resume from.
@@ -114,9 +140,12 @@ class Checkpoints:
                 state = unpack(file.read())
             if latest["workers"] != workers:
                 state["optimizer"].pop("gradwire", None)
+                for name in ("history", "unfinished"):  # of one worker; the losses are those of all
+                    state.get("attempt", {}).pop(name, None)
             position = Position(**latest["position"])
             if folder != self.folder:
-                state.pop("attempt", None)
+                if is_warm:
+                    state.pop("attempt", None)
                 position = replace(position, first_epoch=position.epoch)
             return position, state
         if self.resume:

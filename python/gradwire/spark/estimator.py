@@ -197,7 +197,7 @@ class TorchEstimator(Estimator["TorchModel"], Stored):
             dataset: a DataFrame.
             params: parameters that override the estimator's, or a list of such, as for every estimator.
             resume: folder with the checkpoints of an earlier fit (`TorchModel.checkpoint`), which this fit continues
-                until there are ``epochs`` altogether.
+                until there are ``epochs`` altogether, with its history and its best model.
 
         Raises:
             GradwireError: a worker failed; the error has its traceback.
@@ -221,7 +221,7 @@ class TorchEstimator(Estimator["TorchModel"], Stored):
         job = self._job(spark)
         rows = self._rows(dataset)
         through_spark = isinstance(job.training, ParameterAveraging) and job.training.via == "spark"
-        with told_in_one_line():
+        with told_in_one_line(), job.checkpoints.named_on_failure():
             if not through_spark:
                 check_slots(spark, workers)
             if (
@@ -360,7 +360,9 @@ class TorchEstimator(Estimator["TorchModel"], Stored):
                     _LOG.debug("Spark's error", exc_info=error)
                     raise GradwireError(text) from (WorkerTraceback(trace) if trace else None)
             history = json.loads(results["history"])
-            progress.report(history)  # what was not reported before
+            first_epoch = int(results["first_epoch"])
+            # What was reported neither before nor by the fit that this one continues.
+            progress.report([row for row in history if row["epoch"] >= first_epoch])
             return history, results["model"]
 
 

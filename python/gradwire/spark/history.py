@@ -16,6 +16,7 @@ class History(pd.DataFrame):
     statistics ``worker``, ``start_s`` (since the workers began together), the seconds ``data_s``, ``compute_s``,
     ``encode_s``, ``wait_s`` and ``apply_s``, ``sent_bytes``, ``received_bytes``. ``shuffled_bytes`` of a fit's first
     epoch is the size of the rows that Spark has shuffled, without its compression: 0 where they stayed where they were.
+    A fit that continues another one, or begins again at a checkpoint, adds those that it has shuffled itself.
     """
 
     def plot(self, path: str | PathLike[str]) -> None:  # type: ignore[override]

@@ -30,6 +30,7 @@ from .train import (
     TrainingJob,
     epoch_rows,
     is_averaged,
+    is_over,
     rank_of_task,
     seed_torch,
 )
@@ -80,27 +81,36 @@ def fit(
         rounds = -(-count // (workers * job.batch_size * every))
         round_rows = workers * job.batch_size * every
         state = _State(replace(job, device="cpu"))
-        position, checkpoint = job.checkpoints.read(0, 1)
+        position, checkpoint = job.checkpoints.read(0, 1, is_warm=job.is_warm)
         if checkpoint:
             state.start_from(checkpoint)
-        del checkpoint
+        attempt = checkpoint.get("attempt", {})
+        history: list[dict[str, Any]] = attempt.get("history", [])
+        losses: list[float] = attempt.get("losses", []) if job.patience else []
+        best: dict[str, Any] = attempt.get("best", {}) if job.patience else {}
+        unfinished: dict[str, Any] = attempt.get("unfinished", {})
+        del checkpoint, attempt
         rounds_done = position.steps_done(rounds, round_rows)
         last = job.epochs + position.first_epoch * job.is_warm
 
         def save() -> None:
             done = rounds_done * every
             epoch, step = divmod(rounds_done, rounds)
-            job.checkpoints.write(done, 0, state.complete())
+            attempt = {"history": history, "losses": losses, "best": best, "unfinished": unfinished}
+            job.checkpoints.write(done, 0, {**state.complete(), "attempt": attempt})
             job.checkpoints.finish(done, 1, Position(epoch, step, round_rows, position.first_epoch))
 
-        history: list[dict[str, Any]] = []
-        best: dict[str, Any] | None = None
-        losses = [np.inf]
-        began_s = now_s()
+        before = unfinished or [asdict(Times()), *history][-1]
+        began_s = now_s() - before["start_s"] - before["seconds"]
         first_epoch = rounds_done // rounds
         for epoch in range(first_epoch, last):
+            if is_over(losses, job.patience):
+                break
             start_s = now_s()
             stats: list[dict[str, Any]] = []
+            if unfinished.get("epoch") == epoch:
+                start_s = began_s + unfinished["start_s"]
+                stats = unfinished["stats"]
             order = np.random.default_rng([job.seed, epoch]).permutation(rounds).tolist()
             for number in order[rounds_done - epoch * rounds :]:
                 is_chosen = (F.col("round") * rounds).cast("int") == number
@@ -119,8 +129,15 @@ def fit(
                     del sums
                 rounds_done += 1
                 done = rounds_done * every
-                if job.checkpoints.is_due(done - every, done):
+                if job.checkpoints.is_due(done - every, done) and rounds_done % rounds:
+                    unfinished = {
+                        "epoch": epoch,
+                        "start_s": start_s - began_s,
+                        "seconds": now_s() - start_s,
+                        "stats": stats,
+                    }
                     save()
+            unfinished = {}
             if VALIDATION in rows.columns:
                 with contextlib.closing(state.parcel(spark)) as parcel:
                     held = rows.filter(is_held).drop("round")
@@ -132,11 +149,13 @@ def fit(
                 same["shuffled_bytes"] = 0
             history += epoch_rows([{**row, **same} for row in by_worker.to_dict("records")])
             report([row for row in history if row["epoch"] == epoch])
-            losses.append(history[-1]["validation_loss"])
-            if job.patience and losses[-1] < min(losses[:-1]):
-                best = state.complete()["model"]
-            elif job.patience and len(losses) > losses.index(min(losses)) + job.patience:
-                break
+            if job.patience:
+                losses.append(history[-1]["validation_loss"])
+                if losses.index(min(losses)) == len(losses) - 1:
+                    best = state.complete()["model"]
+            is_last = epoch + 1 == last or is_over(losses, job.patience)
+            if job.checkpoints.is_due(done - every, done) and not is_last:
+                save()
         if job.checkpoints.folder is not None:
             save()
         return history, pack(best or state.complete()["model"])

@@ -249,6 +249,11 @@ def epoch_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**{name: row[name] for name in row if name not in _LOSSES}, **mean} for row in rows]
 
 
+def is_over(losses: list[float], patience: int) -> bool:
+    """Return whether training stops early: ``patience`` epochs, if it is not 0, have passed since the best one."""
+    return bool(losses) and 0 < patience < len(losses) - losses.index(min(losses))
+
+
 def gather(context: Any, timeout_s: float, value: Any = None, **error: bool) -> list[Any]:
     """Return every worker's value; wait for the others.
 
@@ -556,12 +561,15 @@ class Worker(ModelReplica):
         self.history: list[dict[str, Any]] = []  # this worker's rows
         self.losses: list[float] = []  # with patience: the validation loss of every epoch
         self.best: dict[str, Any] = {}  # with patience: the state of the model to return
+        self.unfinished: dict[str, Any] = {}  # at a checkpoint within an epoch: its `Times` so far
 
     def run(self, batches: Iterator[pa.RecordBatch]) -> list[tuple[str, bytes]]:
         """Train; return the history and the model, from one worker only."""
         training, held = spill(self.watched(batches), f"worker {self.rank}", self.job.columns)
         with self.watch.busy():
-            position, state = self.job.checkpoints.read(self.rank, self.workers)
+            position, state = self.job.checkpoints.read(
+                self.rank, self.workers, is_warm=self.job.is_warm
+            )
         steps, names = self.agree(training, held)
         with contextlib.ExitStack() as stack:
             self.connect(stack, names)
@@ -658,15 +666,18 @@ class Worker(ModelReplica):
             done
         ):  # the rows of a training that continues are those of one without a break
             next(order)
-        began_s = now_s()
-        if self.history:  # of an earlier attempt
-            began_s -= self.history[-1]["start_s"] + self.history[-1]["seconds"]
-        epoch = done // steps
+        before = self.unfinished or [asdict(Times()), *self.history][-1]
+        began_s = now_s() - before["start_s"] - before["seconds"]
+        shuffled_bytes = (training.nbytes + held.nbytes) * job.is_shuffled
         last = job.epochs + position.first_epoch * job.is_warm
-        while epoch < last:
+        for epoch in range(done // steps, last):
+            if is_over(self.losses, job.patience):
+                break
             times = Times(epoch=epoch, start_s=now_s() - began_s)
-            if job.is_shuffled and not self.history:
-                times.shuffled_bytes = training.nbytes + held.nbytes
+            if self.unfinished.get("epoch") == epoch:
+                times = Times(**self.unfinished)
+            times.shuffled_bytes += shuffled_bytes
+            shuffled_bytes = 0
             self.model.train()
             # With the numbers of the initial parameters, all workers would drop the same units. At each epoch, so that
             # a fit that continues another at the end of an epoch has the numbers of a fit without a break.
@@ -674,8 +685,11 @@ class Worker(ModelReplica):
             while done < (epoch + 1) * steps:
                 self.step(training, order, times)
                 done += 1
-                if job.checkpoints.is_due(done - 1, done) and done < last * steps:
+                if job.checkpoints.is_due(done - 1, done) and done % steps:
+                    times.seconds = now_s() - began_s - times.start_s
+                    self.unfinished = asdict(times)
                     self.save(done, steps, position.first_epoch)
+            self.unfinished = {}
             self.end_steps(times)
             with self.trainer.shared():
                 with self.watch.busy():
@@ -683,7 +697,11 @@ class Worker(ModelReplica):
                 times.seconds = now_s() - began_s - times.start_s
                 exchange_s = times.encode_s + times.wait_s + times.apply_s
                 times.compute_s = times.seconds - times.data_s - exchange_s
-                epoch = self.end_epoch(times, last)
+                self.end_epoch(times)
+            # At the end of an epoch with the epoch's losses; at that of the fit there is a checkpoint anyway.
+            is_last = epoch + 1 == last or is_over(self.losses, job.patience)
+            if job.checkpoints.is_due(done - 1, done) and not is_last:
+                self.save(done, steps, position.first_epoch)
         self.end_steps(Times())  # of a checkpoint after the last step
         if job.checkpoints.folder is not None:
             self.save(done, steps, position.first_epoch)
@@ -693,7 +711,11 @@ class Worker(ModelReplica):
         history = [row for epoch in zip(*histories, strict=True) for row in epoch_rows(epoch)]
         with self.trainer.shared():
             state = pack(self.best or self.model.state_dict())
-        return [("history", json.dumps(history).encode()), ("model", state)]
+        return [
+            ("history", json.dumps(history).encode()),
+            ("first_epoch", b"%d" % position.first_epoch),
+            ("model", state),
+        ]
 
     def step(self, training: Spill, order: Iterator[Any], times: Times) -> None:
         """Take one step together with the others."""
@@ -716,8 +738,8 @@ class Worker(ModelReplica):
             times.wait_s += now_s() - start_s
         self.trainer.end_epoch(times)
 
-    def end_epoch(self, times: Times, last: int) -> int:
-        """Add an epoch to the history; return the number of the next, or of the last where training stops early.
+    def end_epoch(self, times: Times) -> None:
+        """Add an epoch to the history, with patience also to the losses.
 
         All workers wait for each other only where they have to decide: a barrier of Spark takes a second.
         """
@@ -726,12 +748,8 @@ class Worker(ModelReplica):
         self.watch.tell("epoch", row=row)  # the driver has the history at the end, too
         if self.job.patience:
             self.losses.append(epoch_rows(self.gather(row))[0]["validation_loss"])
-            best = self.losses.index(min(self.losses))
-            if best == len(self.losses) - 1:
+            if self.losses.index(min(self.losses)) == len(self.losses) - 1:
                 self.best = unpack(pack(self.model.state_dict()))
-            if len(self.losses) > best + self.job.patience:
-                return last
-        return times.epoch + 1
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -742,7 +760,8 @@ class Worker(ModelReplica):
                 "model": self.model.state_dict(),
                 "optimizer": self.trainer.optimizer.state_dict(),
             }
-            attempt = {name: getattr(self, name) for name in ("history", "losses", "best")}
+            names = "history", "losses", "best", "unfinished"
+            attempt = {name: getattr(self, name) for name in names}
             self.job.checkpoints.write(done, self.rank, {**state, "attempt": attempt})
         self.gather()
         if self.rank == 0:
@@ -755,7 +774,10 @@ class Worker(ModelReplica):
         """Continue from a checkpoint."""
         self.model.load_state_dict(state["model"])
         self.trainer.optimizer.load_state_dict(state["optimizer"])
-        vars(self).update(state.get("attempt", {}))
+        attempt = state.get("attempt", {})
+        vars(self).update(attempt)
+        if not self.job.patience:  # the earlier fit had it
+            self.losses, self.best = [], {}
 
 
 def train(job: TrainingJob, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
