@@ -327,6 +327,16 @@ def test_a_threshold_that_sends_everything_is_blamed_only_where_it_was_given(
     assert ("too small" in text) is isinstance(policy, gw.FixedThreshold)
 
 
+def test_a_model_of_small_tensors_is_sent_whole_without_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monitor = ResidualMonitor(lambda _numel: ())
+    groups = gw.Groups.of([np.zeros((4, 3), np.float32), np.zeros(3, np.float32)])
+    for number in range(200):
+        monitor.add(gw.StepResult(step=number, density=1.0), groups)
+    assert not caplog.messages
+
+
 @pytest.mark.parametrize(
     ("density", "says"),
     [(0.2, "twice as high: 0.4"), (0.5, "give a larger one"), (0.999, "give a larger one")],
