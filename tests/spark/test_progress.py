@@ -20,9 +20,9 @@ pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("pyarrow", reason="pyarrow is not installed")
 pytest.importorskip("fsspec", reason="fsspec is not installed")
 
-from gradwire import Node  # noqa: E402
+from gradwire import GradwireError, Node  # noqa: E402
 from gradwire.spark.progress import Progress  # noqa: E402
-from gradwire.spark.session import task_failure  # noqa: E402
+from gradwire.spark.session import task_failure, told_in_one_line  # noqa: E402
 from gradwire.spark.watch import Watch  # noqa: E402
 
 SECRET = bytes(range(32))
@@ -285,6 +285,29 @@ Caused by: org.apache.spark.SparkException: [SPARK_JOB_CANCELLED] Job 8 cancelle
         "SparkException: [SPARK_JOB_CANCELLED] Job 8 cancelled as part of cancellation of all jobs"
     )
     assert task_failure(RuntimeError(java)) == (f"Spark's job was cancelled: {reason}", "")
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, GradwireError])
+def test_an_interruption_stays_one_though_pyspark_raises_the_cancelled_job_s_error(
+    kind: type[Exception],
+) -> None:
+    def cancel() -> None:
+        raise kind("SPARK_JOB_CANCELLED: Job 8 cancelled")
+
+    @told_in_one_line()
+    def interrupted() -> None:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            cancel()
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:  # and then another fit, which fails
+        with pytest.raises(GradwireError), told_in_one_line():
+            cancel()
 
 
 def test_an_error_in_java_alone_is_told_in_one_line() -> None:

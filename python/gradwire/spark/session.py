@@ -197,12 +197,19 @@ def told_in_one_line() -> Iterator[None]:
 
     Raises:
         GradwireError: the job failed, or was cancelled.
+        KeyboardInterrupt: while Spark's job ran; PySpark raises the error of the job that it has cancelled instead.
     """
+    handled = sys.exc_info()[1]  # by the caller, as in an ``except KeyboardInterrupt`` with another fit
     try:
         yield
-    except GradwireError:
-        raise
     except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None and cause is not handled:
+            if isinstance(cause, KeyboardInterrupt):
+                raise KeyboardInterrupt from None
+            cause = cause.__context__
+        if isinstance(error, GradwireError):
+            raise
         text, trace = task_failure(error)
         if not text:
             raise
