@@ -87,3 +87,22 @@ def test_a_fit_that_fails_names_the_folder_if_there_is_a_checkpoint(
     checkpoints.write(5, 0, {})
     checkpoints.finish(5, 1, Position())
     assert fail(checkpoints) == [f"fit(..., resume={folder!r}) goes on where this fit has failed"]
+
+
+@pytest.mark.parametrize("system", ["file", "memory"])
+def test_only_the_last_two_checkpoints_are_kept_whatever_the_folder_is_called(
+    tmp_path: Path, system: str
+) -> None:
+    import fsspec
+
+    files = fsspec.filesystem(system)
+    fits = [Checkpoints(f"{system}://{tmp_path}/{name}", None, 5) for name in ("run[1]", "run1")]
+    for fit in reversed(fits):
+        for done in (5, 10, 15):
+            fit.write(done, 0, {})
+            fit.finish(done, 1, Position())
+    kept = ["latest.json", "step-000000010/worker-0.pt", "step-000000015/worker-0.pt"]
+    for fit in fits:
+        folder = fsspec.core.url_to_fs(fit.folder)[1]
+        paths = files.find(folder)
+        assert [path.removeprefix(f"{folder}/") for path in paths] == kept

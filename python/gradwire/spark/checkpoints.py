@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import io
 import json
 import logging
@@ -107,8 +108,15 @@ class Checkpoints:
             json.dump(latest, file)
         if is_local:
             files.mv(f"{path}.new", path)
-        for old in sorted(files.glob(f"{folder}/step-*"))[:-2]:
-            files.rm(old, recursive=True)
+        # The user's folder may have brackets in its name, which fsspec would take for a pattern.
+        paths = files.ls(folder, detail=False)
+        steps = sorted(path for path in paths if path.rpartition("/")[2].startswith("step-"))
+        for old in steps[:-2]:
+            if is_local or not glob.has_magic(old):
+                files.rm(old, recursive=True)
+            else:
+                for path in files.find(old):
+                    files.rm_file(path)
 
     def read(
         self, rank: int, workers: int, *, is_warm: bool = False
