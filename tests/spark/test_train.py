@@ -475,3 +475,14 @@ def test_an_epoch_that_is_cut_in_two_is_whole_in_the_history(tmp_path: Path, eve
     with pytest.raises(RuntimeError, match="the executor is lost"):
         Failing(job, Stage(0), Unwatched()).run(iter([rows]))  # type: ignore[arg-type]
     assert history_of(work_alone(job, rows)) == history_of(whole)
+
+
+def test_what_the_model_raises_is_told_with_its_type() -> None:
+    """The message of a KeyError is the key alone."""
+
+    class Model(torch.nn.Linear):
+        def forward(self, _inputs: Any) -> Any:
+            raise KeyError("mask")
+
+    with pytest.raises(gw.GradwireError, match=r"^KeyError: 'mask': model or loss failed with"):
+        work_alone(replace(local_job(), model=lambda: Model(1, 1)), rows_of(4))
