@@ -347,7 +347,7 @@ def test_another_fit_resumes_from_the_end_of_an_earlier_one(
     [folder] = (tmp_path / "checkpoints").iterdir()
     assert earlier.checkpoint == f"file://{folder}"
     assert len(list(folder.glob("step-*"))) == 2
-    model = fit_with(rows, tmp_path, epochs=4, resume=str(folder), training=training)
+    model = fit_with(rows, tmp_path, epochs=4, resume=folder, training=training)
     assert model.history.epoch.tolist() == [0, 1, 2, 3]
     assert model.history.loss.tolist()[:3] == earlier.history.loss.tolist()
     assert accuracy(model, rows) > 0.9
@@ -516,7 +516,7 @@ def fit_with(
     stop_at: int = 0,
     stop_s: float = 0.0,
     epochs: int = 3,
-    resume: str | None = None,
+    resume: str | Path | None = None,
     training: Any = None,
 ) -> Any:
     flag = str(folder / "died")
@@ -663,8 +663,10 @@ def test_wrong_columns_and_options_are_refused_before_anything_is_started(rows: 
         ({"features_col": "nested"}, TypeError, r"or a vector \(flatten\(...\) makes one of it"),
         ({"validation_indicator_col": "label"}, TypeError, "it must be boolean"),
         ({"patience": 2}, ValueError, "patience needs validation_indicator_col"),
-        ({"num_workers": 0}, ValueError, "num_workers is 0"),
-        ({"retries": -1}, ValueError, "retries is -1"),
+        ({"num_workers": 0}, ValueError, "num_workers must be a whole number of at least 1, got 0"),
+        ({"retries": -1}, ValueError, "retries must be a whole number of at least 0, got -1"),
+        ({"batch_size": 32.0}, ValueError, "batch_size must be a whole number"),
+        ({"epochs": True}, ValueError, "epochs must be a whole number"),
         ({"shuffle": "never"}, ValueError, "shuffle is 'never', must be one of auto, always"),
         ({"limits": 3}, TypeError, "limits is 3, must be gradwire.transport.Limits"),
         ({"model": None}, TypeError, "model is of type NoneType, must be a function"),

@@ -140,6 +140,26 @@ def test_every_option_of_an_estimator_comes_back(
     assert traced.path.exists()
 
 
+@pytest.mark.usefixtures("session")
+def test_options_may_be_numbers_of_numpy_and_paths(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They become numbers and texts, which JSON and Java know."""
+    from gradwire.spark import TorchEstimator
+
+    monkeypatch.chdir(tmp_path)
+    functions = {"model": dict, "optimizer": torch.optim.SGD, "loss": torch.nn.MSELoss}
+    numbers: Any = {"epochs": np.int64(3), "warm_start": np.True_}
+    estimator = TorchEstimator(
+        training=ParameterAveraging(), checkpoint=Path("checkpoints"), **functions, **numbers
+    )
+    estimator.set(estimator.batch_size, np.int32(8))
+    copied = estimator.copy({estimator.seed: np.uint8(5)})
+    job = copied._job(copied)  # type: ignore[arg-type]
+    assert str([job.epochs, job.is_warm, job.batch_size, job.seed]) == "[3, True, 8, 5]"
+    assert str(job.checkpoints.folder).startswith(f"{tmp_path}/checkpoints/TorchEstimator_")
+
+
 def test_a_policy_of_one_s_own_is_code(session: Any, tmp_path: Path) -> None:
     from gradwire.spark import TorchEstimator, trust_code
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 
 import gradwire as gw
@@ -75,12 +76,14 @@ def test_a_shared_training_can_be_pickled_compared_hashed_and_read() -> None:
         (SharedTraining, {"every": 0}, ValueError, "every is 0"),
         (SharedTraining, {"mode": "async", "overlap": 1}, ValueError, "overlap is for synchronous"),
         (SharedTraining, {"port": 70_000}, ValueError, "port is 70000"),
-        (SharedTraining, {"workers_per_node": 0}, ValueError, "workers_per_node is 0"),
+        (SharedTraining, {"workers_per_node": 0}, ValueError, "whole number of at least 1, got 0"),
         (SharedTraining, {"clip": 5.0}, TypeError, r"clip is 5.0, must be ResidualClip\("),
         (SharedTraining, {"shakeup": 100}, TypeError, r"shakeup is 100, must be ShakeUp\("),
         (SharedTraining, {"evry": 2}, TypeError, "unknown options evry"),
         (ParameterAveraging, {"via": "pigeon"}, ValueError, "must be one of udp, spark"),
-        (ParameterAveraging, {"every": 0}, ValueError, "every is 0"),
+        (ParameterAveraging, {"every": 0}, ValueError, "every must be a whole number"),
+        (ParameterAveraging, {"every": 2.0}, ValueError, "every must be a whole number"),
+        (ParameterAveraging, {"every": True}, ValueError, "every must be a whole number"),
         (ParameterAveraging, {"timeout_s": 0.0}, ValueError, "timeout_s is 0.0"),
         (ParameterAveraging, {"network_mask": "x"}, ValueError, "'x' does not appear to be"),
     ],
@@ -90,3 +93,9 @@ def test_what_cannot_be_is_refused_at_once(
 ) -> None:
     with pytest.raises(error, match=text):
         kind(**options)
+
+
+def test_whole_numbers_may_be_numpy_s() -> None:
+    assert type(ParameterAveraging(every=np.int64(3)).every) is int  # type: ignore[arg-type]
+    training = SharedTraining(every=np.int64(3), workers_per_node=np.int64(2))  # type: ignore[arg-type]
+    assert repr(training) == "SharedTraining(workers_per_node=2, every=3)"

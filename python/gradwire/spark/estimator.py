@@ -24,6 +24,7 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from ..clock import sleep
 from ..errors import GradwireError
+from ..policy import whole
 from ..transport import Limits, generate_secret, parse_secret
 from . import data, rounds
 from .checkpoints import Checkpoints, unpack
@@ -86,7 +87,7 @@ class EstimatorOptions(ModelOptions, total=False):
     seed: int
     training: SharedTraining | ParameterAveraging | None
     patience: int
-    checkpoint: str | None
+    checkpoint: str | os.PathLike[str] | None
     checkpoint_every: int
     warm_start: bool
     retries: int
@@ -190,7 +191,9 @@ class TorchEstimator(Estimator["TorchModel"], Stored):
         self._resume: str | None = None
         self._last_checkpoint: str | None = None
 
-    def fit(self, dataset: Any, params: Any = None, *, resume: str | None = None) -> Any:
+    def fit(
+        self, dataset: Any, params: Any = None, *, resume: str | os.PathLike[str] | None = None
+    ) -> Any:
         """Train.
 
         Args:
@@ -205,7 +208,7 @@ class TorchEstimator(Estimator["TorchModel"], Stored):
         """
         if resume is not None:
             continued = self.copy({self.warm_start: False})
-            continued._resume = resume
+            continued._resume = os.fspath(resume)
             return continued.fit(dataset, params)
         return super().fit(dataset, params)
 
@@ -258,17 +261,10 @@ class TorchEstimator(Estimator["TorchModel"], Stored):
                 raise TypeError(
                     f"{name} cannot be sent to the workers ({error}): create such objects inside the function"
                 ) from error
-        for name in (
-            "num_workers",
-            "batch_size",
-            "epochs",
-            "checkpoint_every",
-            "patience",
-            "retries",
-        ):
-            least = int(name not in ("patience", "retries"))
-            if not isinstance(values[name], int) or values[name] < least:
-                raise ValueError(f"{name} is {values[name]!r}, must be {least} or more")
+        for name in ("num_workers", "batch_size", "epochs", "checkpoint_every"):
+            whole(name, values[name], least=1)
+        for name in ("patience", "retries", "seed"):
+            whole(name, values[name], least=0)
         training = values["training"] or SharedTraining()
         if not isinstance(training, (SharedTraining, ParameterAveraging)):
             raise TypeError(
@@ -287,12 +283,10 @@ class TorchEstimator(Estimator["TorchModel"], Stored):
             raise ValueError("patience needs validation_indicator_col")
         checkpoint = values["checkpoint"]
         if checkpoint is not None:
-            if ":" not in checkpoint:
-                checkpoint = os.path.abspath(checkpoint)  # executors have other working folders
             # A folder of its own: two fits with the same parameters do not meet.
-            checkpoint = f"{checkpoint.rstrip('/')}/{self.uid}-{secrets.token_hex(4)}"
+            checkpoint = f"{_url_of(checkpoint)}/{self.uid}-{secrets.token_hex(4)}"
             _LOG.info("checkpoints are in %s", checkpoint)
-        resume = self._resume.rstrip("/") if self._resume else None
+        resume = _url_of(self._resume) if self._resume else None
         if values["warm_start"]:
             if checkpoint is None:
                 raise ValueError(
@@ -515,9 +509,16 @@ class TorchModel(Model, Stored):
         return predicted.drop("gradwire_outputs")
 
 
+def _plain(value: Any) -> Any:
+    """Return a number of NumPy's as Python's, and a path as text; JSON and Java know no others."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return value.item() if isinstance(value, np.generic) else value
+
+
 for _kind, _options in ((TorchEstimator, _ESTIMATOR), (TorchModel, _BOTH)):
     for _name in _options:
-        setattr(_kind, _name, Param(Params._dummy(), _name, f"see {_kind.__name__}"))
+        setattr(_kind, _name, Param(Params._dummy(), _name, f"see {_kind.__name__}", _plain))
 
 
 def _predictor(values: dict[str, Any], parcel: Parcel) -> Callable[..., Any]:
@@ -549,6 +550,11 @@ def _predictor(values: dict[str, Any], parcel: Parcel) -> Callable[..., Any]:
             )
 
     return predict
+
+
+def _url_of(folder: str) -> str:
+    """Return a folder by a name that executors know, too: they have other working folders."""
+    return (folder if ":" in folder else os.path.abspath(folder)).rstrip("/")
 
 
 def _without_workers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -199,7 +199,8 @@ def told_in_one_line() -> Iterator[None]:
         GradwireError: the job failed, or was cancelled.
         KeyboardInterrupt: while Spark's job ran; PySpark raises the error of the job that it has cancelled instead.
     """
-    handled = sys.exc_info()[1]  # by the caller, as in an ``except KeyboardInterrupt`` with another fit
+    # What the caller handles, such as an interruption after which it begins another fit, is not the job's.
+    _, handled, _ = sys.exc_info()
     try:
         yield
     except Exception as error:

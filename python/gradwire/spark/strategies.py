@@ -8,7 +8,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ..exchange.options import ExchangeOptions, Options, training_defaults
-from ..policy import ResidualClip, ShakeUp
+from ..policy import ResidualClip, ShakeUp, whole
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -83,7 +83,7 @@ class SharedTraining:
             if name in _SET:
                 raise ValueError(f"{name} is set by the estimator: {_SET[name]}")
         if workers_per_node is not None:
-            _check_count("workers_per_node", workers_per_node)
+            workers_per_node = whole("workers_per_node", workers_per_node, least=1)
         for name, schedule, kind in (("shakeup", shakeup, ShakeUp), ("clip", clip, ResidualClip)):
             if not isinstance(schedule, (kind, NoneType)):
                 raise TypeError(f"{name} is {schedule!r}, must be {kind.__name__}(...)")
@@ -154,15 +154,10 @@ class ParameterAveraging:
     def __post_init__(self) -> None:
         if self.via not in ("udp", "spark"):
             raise ValueError(f"via is {self.via!r}, must be one of udp, spark")
-        _check_count("every", self.every)
+        object.__setattr__(self, "every", whole("every", self.every, least=1))
         if not self.timeout_s > 0.0:
             raise ValueError(f"timeout_s is {self.timeout_s}, must be positive")
         _check_network(self.port, self.network_mask)
-
-
-def _check_count(name: str, count: Any) -> None:
-    if not isinstance(count, int) or count < 1:
-        raise ValueError(f"{name} is {count!r}, must be 1 or more")
 
 
 def _check_network(port: int, network_mask: str | None) -> None:
