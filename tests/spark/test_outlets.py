@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from gradwire.feed.ring import Claim, Superseded
 
 pytest.importorskip("pyarrow", reason="pyarrow is not installed")
 
-from gradwire.spark.production import _Outlets
+from gradwire.spark.production import _Outlets, stream
 
 pytestmark = pytest.mark.spark
 FIRST = Claim(stream=1, part=0, epoch=0, attempt=1)
@@ -83,3 +84,49 @@ def test_an_attempt_that_was_replaced_fails() -> None:
         with pytest.raises(Superseded):
             old.put(layout.Layout(np.array([1])))
         assert numbers_in(feed) == [0, 1, 2]
+
+
+class Query:
+    """A streaming DataFrame and its query, whose only micro-batch fails when it is cancelled."""
+
+    isStreaming = True  # noqa: N815
+
+    def __init__(self) -> None:
+        self.is_cancelled = threading.Event()
+        self.errors: list[Exception] = []
+
+    def __getattr__(self, _name: str) -> Any:
+        return self
+
+    def __call__(self, *_: Any) -> Any:
+        return self
+
+    def get(self, _name: str) -> str:
+        return "127.0.0.1"
+
+    def foreachBatch(self, function: Any) -> Query:  # noqa: N802
+        self.function = function
+        return self
+
+    def awaitTermination(self) -> None:  # noqa: N802
+        try:
+            self.function(self, 0)
+        except RuntimeError as error:
+            self.errors.append(error)
+            raise
+
+    def collect(self) -> Any:
+        self.is_cancelled.wait()
+        raise RuntimeError("An error occurred while calling: the job was cancelled")
+
+
+def test_a_query_that_is_stopped_within_a_micro_batch_has_no_error() -> None:
+    """Java's stack overflows where Spark looks at that of a cancelled job."""
+    with Feed(2, 64) as feed:
+        query = Query()
+        job = stream(query, feed, iter)  # type: ignore[arg-type]
+        feed.close()
+        query.is_cancelled.set()
+        assert job.join(30.0)
+    assert query.errors == []
+    assert job.error is None

@@ -125,7 +125,7 @@ class Production:
         text = ""
         try:
             if rows.isStreaming:
-                self._query = rows.writeStream.foreachBatch(self._make).start()
+                self._query = rows.writeStream.foreachBatch(self._make_part).start()
                 self._query.awaitTermination()
             else:
                 with tagged(self._session, self._tag):
@@ -153,6 +153,16 @@ class Production:
                     pass
             self._ended.set()
             self._nodes.close()
+
+    def _make_part(self, rows: DataFrame, number: int) -> None:
+        """Make the batches of one of a stream's micro-batches."""
+        try:
+            self._make(rows, number)
+        except Exception:
+            # Spark matches the error of a query that is stopped against a pattern, and Java's stack overflows at the
+            # hundreds of lines of a cancelled job's.
+            if not self._are_all_closed:
+                raise
 
     def _make(self, rows: DataFrame, number: int = 0) -> None:
         """Make the batches of all rows, or of the rows of one of a stream's micro-batches, whose number is given."""
