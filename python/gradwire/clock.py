@@ -33,9 +33,8 @@ _SHOWN_AFTER_S = 2.0
 _SHOWN_EVERY_S = 30.0
 
 LOG_INTERVAL_S = 10.0  # between entries that every message of a peer may cause
-_LOG_SENDERS_MAX = (
-    1_024  # whose entries are counted; a peer that is started again is another sender
-)
+# Senders and texts whose entries are counted: a peer that is started again is another sender.
+_LOG_ENTRIES_MAX = 1_024
 
 now_s = time.perf_counter
 
@@ -120,7 +119,7 @@ class LogLimit:
         if time_s < due_s:
             self._entries[key] = (due_s, left_out + 1)
             return
-        if len(self._entries) >= _LOG_SENDERS_MAX:
+        if len(self._entries) >= _LOG_ENTRIES_MAX:
             del self._entries[next(iter(self._entries))]  # the one that was quiet for longest
         self._entries[key] = (time_s + LOG_INTERVAL_S, 0)
         if left_out:
