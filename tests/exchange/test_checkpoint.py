@@ -284,6 +284,21 @@ def test_a_state_goes_on_with_other_groups(options: Any) -> None:
                 share.load_state_dict(copy.deepcopy(state))
 
 
+def test_another_number_of_local_steps_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with cluster(0) as made:
+        share = gw.Exchange(gw.Encoder(2, 1.0), made.node(1), min_peers=0, every=4)
+        params = np.zeros(2, np.float32)
+        for _ in range(6):
+            share.step(np.ones(2, np.float32), params)
+        state = share.state_dict(params)
+        for every, number in ((4, 6), (3, 5), (15, 17)):
+            caplog.clear()
+            again = gw.Exchange(gw.Encoder(2, 1.0), made.node(1), min_peers=0, every=every)
+            again.load_state_dict(copy.deepcopy(state))
+            assert again.step_number == number
+            assert ("saved at step 6, with another number" in caplog.text) == (every != 4)
+
+
 def test_a_state_that_lacks_something_is_refused() -> None:
     [state] = states_of([[0.0, 0.0]])
     del state["shared"]

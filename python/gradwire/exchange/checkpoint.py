@@ -97,8 +97,8 @@ def params_of(state: dict[str, Any]) -> Arrays:
     return params
 
 
-def load_state(state: dict[str, Any], replica: Replica) -> None:
-    """Continue from ``state``.
+def load_state(state: dict[str, Any], replica: Replica, every: int) -> None:
+    """Continue from ``state``, with an exchange every so many steps.
 
     Raises:
         ValueError: the state is of another format, model or kind of exchange.
@@ -121,6 +121,17 @@ def load_state(state: dict[str, Any], replica: Replica) -> None:
     # Who owns which part is known only when the training begins, perhaps with other nodes: until then the owner's state
     # is kept as it is.
     replica.load(state["step"], state["local_steps"], state["owner"])
+    number = state["step"] * every + state["local_steps"]
+    if state.get("step_number", number) != number:
+        _LOG.warning(
+            "saved at step %d, with another number of local steps: step_number begins at %d, which is %d exchanges of "
+            "every=%d and %d local steps; take data and schedules on from a count of your own",
+            state["step_number"],
+            number,
+            state["step"],
+            every,
+            state["local_steps"],
+        )
 
 
 def _check_keys(state: dict[str, Any]) -> None:

@@ -530,7 +530,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
         """
         if self._membership.phase is not Phase.NEW:
             raise RuntimeError("this exchange has begun: load the state into a new one")
-        checkpoint.load_state(state, self._replica)
+        checkpoint.load_state(state, self._replica, self._options.every)
         self._start.load_training(state["training"])
 
 
