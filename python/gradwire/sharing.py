@@ -65,6 +65,9 @@ _SAMPLED_NUMEL = 1 << 16
 # One thread of an encoder for so many elements, at most.
 _THREAD_NUMEL = 1 << 20
 
+# Before a training of as many elements the memory of earlier ones is freed.
+_COLLECTING_NUMEL = 1 << 20
+
 _START_TIMEOUT_S = 1800.0
 
 
@@ -672,6 +675,10 @@ class TrainingMaker:
                 f"{self._node!r} has a training, whose messages the others would take for those of another one: give "
                 "every training a node of its own, and close the node of one that has ended"
             )
+        # The parts of an exchange know each other, so Python frees an earlier training only when it looks for circles:
+        # in a loop over trainings hardly ever.
+        if sum(math.prod(array.shape) for _, array in named) >= _COLLECTING_NUMEL:
+            gc.collect()
         groups = self._groups(named, optimizer_groups)
         if self._run is not None:
             self._finished = Training.begin(self._run)
@@ -811,7 +818,8 @@ class _TensorWatch:
         groups: Groups,
         difference_of: Callable[[int, int], NDArray[Any]],
     ) -> None:
-        self._difference_of = difference_of
+        # The exchange calls this object, and would keep itself alive through its own method.
+        self._difference_of = weakref.WeakMethod(difference_of)
         self._names = [name for name, _ in named]
         self._sizes = [math.prod(array.shape) for _, array in named]
         self._groups = groups
@@ -854,8 +862,8 @@ class _TensorWatch:
             stride = self._sizes[index] // _SAMPLED_NUMEL | 1
             if group.encoder.has_residual:
                 yield index, stride, group.encoder.residual[start:end:stride]
-            else:
-                yield index, stride, self._difference_of(index, stride)
+            elif (difference_of := self._difference_of()) is not None:
+                yield index, stride, difference_of(index, stride)
             start = end
 
     def _still_tensors(self, changed: Mapping[int, int], density: float) -> list[str]:

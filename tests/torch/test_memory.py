@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")
+import gradwire as gw
+
+torch: Any = pytest.importorskip("torch")
+
+import gradwire.torch  # noqa: E402
 
 pytestmark = [
     pytest.mark.torch,
@@ -154,3 +160,39 @@ def test_ranks_of_a_machine_take_what_the_page_on_costs_says() -> None:
     assert sum(taken) <= 4 * (2 + 2) + 2 * REST
     # Local rank 0 sees all of it, the others what they read and write.
     assert max(peaks) <= 4 * (2 + 2) + REST
+
+
+def test_an_ended_training_is_freed_before_the_next() -> None:
+    gc.disable()
+    try:
+        ended: list[Any] = []
+        for _ in range(3):
+            model = torch.nn.Linear(1024, 1024, bias=False)
+            with gw.Node("127.0.0.1:0", secret=bytes(range(32))) as node:
+                shared = gradwire.torch.share(
+                    model, torch.optim.AdamW(model.parameters()), node=node, min_peers=0
+                )
+                assert all(each() is None for each in ended)
+                model.weight.grad = torch.ones_like(model.weight)
+                shared.step()
+                shared.close()
+            ended += [weakref.ref(model.weight), weakref.ref(shared.exchange)]
+            del model, shared, node
+    finally:
+        gc.enable()
+
+
+def test_the_former_exchange_is_freed_when_parameters_were_added() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    model[0].requires_grad_(False)
+    with gw.Node("127.0.0.1:0", secret=bytes(range(32))) as node:
+        optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+        shared = gradwire.torch.share(model, optimizer, node=node, min_peers=0)
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        shared.step()
+        former = weakref.ref(shared.exchange)
+        model[0].requires_grad_(True)
+        shared.add_param_group({"params": list(model[0].parameters())})
+        assert former() is None
+        shared.close()

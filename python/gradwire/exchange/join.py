@@ -333,7 +333,7 @@ class Join:
             obstacle = self._trainings.describe_obstacle()
             wait.note(
                 (self._recipient.received_bytes, self._replica.step, membership.phase),
-                self._recipient.progress or obstacle,
+                self._recipient.progress or obstacle or introductions.describe_departed(),
             )
             _check_kept_updates(membership, self._recipient)
             if wait.is_over:

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..arrays import copies
 from ..exchange.checkpoint import params_of
 from ..exchange.consistency import digest_of
 from ..exchange.groups import split_by_tensor
@@ -165,7 +164,7 @@ class LoadedState:
 
         Args:
             exchange: of this node.
-            params: of the model, as they were loaded.
+            params: copies of the model's, as they were loaded.
             half_dtypes: for every parameter the dtype of its tensor if that is ``is_rounded``.
 
         Raises:
@@ -180,7 +179,7 @@ class LoadedState:
         flags = stored.pop("written", ()) if local is not nothing else ()
         self.written = {index: None for index, flag in enumerate(flags) if flag}
         state = _map_leaves(stored, torch.Tensor, lambda tensor: tensor.cpu().numpy())
-        bases = copies(params)
+        bases = list(params)
         if "encoders" not in state:
             exchange.load_state_dict(state)  # of a worker, whose leader has the rest
         else:
@@ -193,7 +192,11 @@ class LoadedState:
             # Some of torch's functions drop empty tuples.
             state |= {name: list(state.get(name, ())) for name in _LISTS}
             # Infinite elements are no part of any sum.
-            finite = [np.where(np.isinf(array), array.dtype.type(0), array) for array in shared]
+            finite = [
+                np.where(is_infinite, array.dtype.type(0), array) if is_infinite.any() else array
+                for array in shared
+                for is_infinite in [np.isinf(array)]
+            ]
             for index in self.written:
                 if half_dtypes[index] is None:
                     self.written[index] = torch.from_numpy(shared[index])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import logging
 import math
@@ -656,6 +657,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         inner.add_param_group(param_group)
         try:
             self._extend_exchange(self._extend)
+            gc.collect()  # frees the former exchange, whose parts know each other
         except BaseException as error:
             inner.param_groups.pop()
             if isinstance(error, (Mismatch, TimeoutError)):
