@@ -474,9 +474,10 @@ class _RateScaling:
             return
         decay_ratio = self._decay_factor / self._factor
         for group in self._optimizer.param_groups:
-            rate, decay = group["lr"], group.get("weight_decay")
+            rate = group["lr"]
             group["lr"] = scaled = rate * self._factor
-            if decay and decay_ratio != 1.0:
+            decay = group.get("weight_decay") if decay_ratio != 1.0 else None
+            if decay:
                 group["weight_decay"] = decay * decay_ratio
             self._before.append((group, rate, scaled, decay))
 
