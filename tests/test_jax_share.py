@@ -407,6 +407,9 @@ def test_asynchronous_nodes_catch_up_before_an_evaluation() -> None:
         while not params.any() and time.monotonic() < deadline_s:
             params = shared[1].catch_up()
         np.testing.assert_array_equal(params, begun[0] + updates)
+        kept = len(shared[1].init.__self__._expected)
+        shared[1].catch_up()  # brings nothing, and keeps no other copy
+        assert len(shared[1].init.__self__._expected) == kept
         # The caller may also go on with the parameters that it had.
         nothing, _ = shared[1].update(jax.numpy.zeros(4), states[1], begun[1])
         np.testing.assert_array_equal(begun[1] + nothing, params)
