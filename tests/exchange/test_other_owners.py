@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 import gradwire as gw
@@ -12,7 +13,7 @@ from gradwire.exchange.owner import can_be_of_same_owners
 from gradwire.exchange.protocol import TAG_NUMBERS, NodeRun, PartUpdate, run_of
 
 from ..seeds import seeds
-from .cluster import cluster
+from .cluster import FakeNode, cluster
 from .test_sharded import (
     THRESHOLD,
     Follower,
@@ -196,3 +197,47 @@ def test_results_for_other_owners_are_told_from_those_for_the_same() -> None:
     assert not can_be_of_same_owners([result(3, 1), result(3, 0)])
     assert not can_be_of_same_owners([result(3, 1), []])
     assert not can_be_of_same_owners([[]])
+
+
+@pytest.mark.parametrize("event", ["join", "death", "leave"])
+def test_what_moves_is_even_when_the_owners_change(event: str) -> None:
+    """Each owner's threshold goes on in its new part: one learned anew lets hardly anything through for a step."""
+    numel, changes, steps = 40_000, 60, 90
+    moved: dict[int, float] = {}
+
+    def train(node: FakeNode, rank: int) -> None:
+        share = gw.Exchange(
+            gw.Encoder(numel, gw.TargetDensity(0.05)), node, min_peers=1, topology="sharded"
+        )
+        random, params = np.random.default_rng(rank), np.zeros(numel, np.float32)
+        share.join(params)
+        while share.next_step < steps and not (
+            (rank, event) == (2, "leave") and share.next_step >= changes
+        ):
+            before, step = params.copy(), share.next_step
+            node.cluster.compute(node, 0.1)
+            share.step(random.standard_normal(numel, np.float32), params)
+            if rank == 0:
+                moved[step] = float(np.linalg.norm(np.subtract(params, before)))
+        if (rank, event) == (2, "leave"):
+            share.leave(params)
+        node.cluster.close(node)
+
+    with cluster(1) as world:
+
+        def begin(rank: int) -> FakeNode:
+            node = world.node(10 * (rank + 1))
+            world.start(node, lambda: train(node, rank))
+            return node
+
+        nodes = [begin(rank) for rank in range(2 if event == "join" else 3)]
+        if event != "leave":
+            world.run(until=lambda: len(moved) >= changes)
+        if event == "join":
+            begin(2)
+        elif event == "death":
+            world.kill(nodes[2])
+        world.run()
+    usual = float(np.median([moved[step] for step in range(changes - 20, changes)]))
+    later = [moved[step] / usual for step in range(changes, steps)]
+    assert 0.5 < min(later) < max(later) < 2.0

@@ -87,6 +87,9 @@ class Division:
 class Owner:
     """The part of the parameters that this node owns, with a residual of sums that were not published yet.
 
+    Args:
+        before: state of this node as the owner of another part (``Sharding.owner_state``), whose thresholds go on here.
+
     Attributes:
         parts: number of parts.
         place: index of this node's part.
@@ -94,13 +97,25 @@ class Owner:
     """
 
     def __init__(
-        self, whole: Groups, division: Division, parts: int, place: int, step: int, every: int = 1
+        self,
+        whole: Groups,
+        division: Division,
+        parts: int,
+        place: int,
+        step: int,
+        every: int = 1,
+        before: Mapping[str, Any] | None = None,
     ) -> None:
         self.parts = parts
         self.place = place
+        # A threshold learned anew begins at twice its value: hardly anything would move for a step, and in large steps
+        # then.
+        known = (
+            {} if before is None else dict(zip(before["groups"], before["encoders"], strict=True))
+        )
         owned = []
         for group, part in division.part(parts, place):
-            encoder = _owner_encoder(whole.encoders[group], part, step, every)
+            encoder = _owner_encoder(whole.encoders[group], part, step, every, known.get(group))
             owned.append(Group(encoder, is_dense=whole.groups[group].is_dense))
         self.groups = Groups(owned)
 
@@ -120,14 +135,20 @@ class Owner:
         return PartUpdate(messages, run, 0, self.parts, self.place)
 
 
-def _owner_encoder(like: Encoder, part: Part, step: int, every: int) -> Encoder:
-    """Return an encoder for an owner's share of a group."""
+def _owner_encoder(
+    like: Encoder, part: Part, step: int, every: int, known: Mapping[str, Any] | None
+) -> Encoder:
+    """Return an encoder for an owner's share of a group, with the threshold of a known state."""
     # An overflow of the sum must not stop all nodes, of which none could repair it: hence "skip".
     policy = owners_policy(like.policy, part.partition.sizes, every=every)
     encoder = Encoder(
         part.numel, policy, like.shakeup, None, like.dtype, "cpu", like.key, "skip", like.threads
     )
-    encoder.load_state_dict({**encoder.state_dict(), "step": step, "changed_at": step})
+    state = {**encoder.state_dict(), "step": step, "changed_at": step}
+    if known is not None:
+        begun = min(known["changed_at"], step)
+        state |= {"threshold": known["threshold"], "course": known["course"], "changed_at": begun}
+    encoder.load_state_dict(state)
     return encoder
 
 
@@ -273,10 +294,13 @@ class Sharding:
         # another part, and all residuals move.
         owner = self._owner
         if owner is None or (owner.parts, owner.place) != (parts, place):
+            before = self.owner_state(None, ())
             self._retire(owner)
             self._owner = None
             if place < parts and self._division.part(parts, place):
-                self._owner = Owner(self._groups, self._division, parts, place, step, self._every)
+                self._owner = Owner(
+                    self._groups, self._division, parts, place, step, self._every, before
+                )
             self._use_loaded()
 
     def _retire(self, owner: Owner | None) -> None:
