@@ -265,7 +265,7 @@ def test_a_state_goes_on_with_other_groups(options: Any) -> None:
         for _ in range(4):
             share.step(updates, params)
         state = share.state_dict(params)
-        sums = params_of(state)
+        sums = list(params_of(state))
         for tensors, thresholds in (
             ([(0, 1, 2)], [1.0]),
             ([(1,), (0, 2)], [2.0, 1.0]),
@@ -382,7 +382,7 @@ def test_a_state_with_the_parameters_says_exactly_what_they_hold() -> None:
         state = share.state_dict([params])
         expected = params - share.shared(params)[0]
         np.testing.assert_array_equal(state["encoders"][0]["residual"], expected)
-        np.testing.assert_allclose(params_of(state)[0], params, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(next(params_of(state)), params, rtol=1e-6, atol=1e-6)
 
 
 def test_a_state_takes_the_parameters_as_one_array_too() -> None:

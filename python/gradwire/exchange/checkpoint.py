@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..agreement import checked_state, sample_of
-from ..arrays import Arrays, add, copies, on_host, views, zeros_like
+from ..arrays import copies, on_host, views, zeros_like
 from ..codec import Encoder
 from ..partition import Partition
 from ..policy import whole
@@ -88,13 +89,16 @@ def state_of(replica: Replica, training: str, params: Any = None) -> dict[str, A
     }
 
 
-def params_of(state: dict[str, Any]) -> Arrays:
-    """Return a copy of the caller's parameters in a state: the shared ones, and the residual if applied."""
-    params = copies(state["shared"])
-    if state["apply_residual"]:
-        residuals = [encoder["residual"] for encoder in state["encoders"]]
-        add(params, split_by_tensor(residuals, state["tensors"], params))
-    return params
+def params_of(state: dict[str, Any]) -> Iterator[NDArray[Any]]:
+    """Yield copies of the caller's parameters in a state: the shared ones, and the residual if applied."""
+    shared = state["shared"]
+    residuals = [encoder["residual"] for encoder in state["encoders"]]
+    parts = split_by_tensor(residuals, state["tensors"], shared) if state["apply_residual"] else []
+    for index, array in enumerate(shared):
+        param = np.array(array, order="C")
+        if parts:
+            param += parts[index]
+        yield param
 
 
 def load_state(state: dict[str, Any], replica: Replica, every: int) -> None:

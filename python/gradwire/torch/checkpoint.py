@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -56,7 +56,7 @@ _LISTS = "outer_velocity", "last_updates", "sample", "moved"  # of an exchange's
 
 
 def state_of(
-    exchange: AnyExchange,
+    state: dict[str, Any],
     own: Values,
     shared: list[NDArray[Any]],
     is_rounded: Sequence[bool],
@@ -70,7 +70,7 @@ def state_of(
     own state has the shared parameters, the residual is therefore nearly all that is stored.
 
     Args:
-        exchange: of this node, or of one worker of its team.
+        state: of the exchange of this node, or of one worker of its team; not to be used afterwards.
         own: this node's parameters, in host memory.
         shared: those that all nodes share, in host memory.
         is_rounded: for every parameter whether its tensor has less precision than the codec's memory.
@@ -78,11 +78,12 @@ def state_of(
         written: for every parameter whether other weights were written into it since the last step.
     """
     params, halves = own
-    state = exchange.state_dict(params)
-    bases: list[Any] = [None] * len(params)
+    tensors = list(map(torch.from_numpy, params))
+    bases: Iterable[Any] = [None] * len(params)
     if "encoders" in state:  # of a team only the leader's
-        state["shared"] = shared
-        bases = list(map(torch.from_numpy, params_of(state)))
+        bases = map(torch.from_numpy, params_of({**state, "shared": shared}))
+    state["local"] = tuple(map(_pack, tensors, bases))
+    if "encoders" in state:
         # In half precision the model's state lacks bits.
         state["shared"] = tuple(
             None if flag and not is_half else array
@@ -95,8 +96,6 @@ def state_of(
         for name in _LISTS:
             state[name] = tuple(state.get(name, ()))
         state["owner"] = (state["owner"],)
-    tensors = list(map(torch.from_numpy, params))
-    state["local"] = tuple(map(_pack, tensors, bases))
     rounded = [tensor for tensor, flag in zip(tensors, is_rounded, strict=True) if flag]
     state["rounded"] = tuple(
         _pack(half, tensor.to(half.dtype)) for half, tensor in zip(halves, rounded, strict=True)
@@ -206,7 +205,7 @@ class LoadedState:
             exchange.load_state_dict({**state, "shared": finite, "encoders": encoders})
             if "digest" in state and digest_of(shared) != state["digest"]:
                 return None
-            bases = params_of({**state, "shared": shared})
+            bases = list(params_of({**state, "shared": shared}))
         own = [_unpack(*pair) for pair in zip(local, map(torch.from_numpy, bases), strict=True)]
         rounded = [
             tensor.to(dtype)

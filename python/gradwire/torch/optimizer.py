@@ -564,8 +564,8 @@ class SharedOptimizer(torch.optim.Optimizer):
             for staging, array, flag in zip(self._params, shared, is_left, strict=True)
         ]
 
-    def _shared_arrays(self) -> list[np.ndarray[Any, Any]]:
-        return self._complete(self.exchange.shared(writable_views(self._memory[0])))
+    def _shared_arrays(self, copied: Any = None) -> list[np.ndarray[Any, Any]]:
+        return self._complete(copied or self.exchange.shared(writable_views(self._memory[0])))
 
     def _complete(self, arrays: list[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
         """Put the parameters' infinite elements, which no sum contains, into arrays like the codec's memory."""
@@ -737,15 +737,17 @@ class SharedOptimizer(torch.optim.Optimizer):
         is_open = self._has_joined and self._set_aside is None and not self._is_closed
         is_left = self._are_as_left(writable_views(self._memory[0])) if is_open else []
         own = self._set_aside or self._values()
-        shared = self._shared_arrays()
+        state = self.exchange.state_dict(own[0])
+        shared = self._shared_arrays(state.get("shared"))
         is_rounded = [staging.is_rounded for staging in self._params]
         is_left = is_left or checkpoint.are_same(shared, self._tensors())
         written = [not flag and (is_open or self._is_closed) for flag in is_left]
         if self._is_closed and any(written):
             own = checkpoint.overwritten(own, self._values(), written, is_rounded)
+            state = self.exchange.state_dict(own[0])
         in_model = [flag and self._leave_model is not None for flag in is_left]
         return checkpoint.state_of(
-            self.exchange, own, shared, is_rounded, in_model=in_model, written=written
+            state, own, shared, is_rounded, in_model=in_model, written=written
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -942,8 +944,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         for staging in self._params:
             if not (self._has_joined and staging.is_rounded):
                 staging.fetch()
-        halves = [staging.tensor for staging in self._params if staging.is_rounded]
-        return [tensor.cpu().clone() for tensor in halves]
+        return [staging.tensor.cpu().clone() for staging in self._params if staging.is_rounded]
 
     def _swap_shared(self, is_left: Sequence[bool] = ()) -> Values:
         """Put the shared parameters into the model, and return what ``_values`` had returned before.
