@@ -16,12 +16,12 @@ import pytest
 import gradwire as gw
 from gradwire.exchange import join as join_module
 from gradwire.exchange import snapshot as snapshot_module
-from gradwire.exchange.protocol import TAG_NUMBERS, Kind
-from gradwire.transport import Peer
+from gradwire.exchange.protocol import TAG_NUMBERS, Kind, Phase
+from gradwire.transport import Peer, PeerStats, Stats
 
 from ..seeds import seeds
 from .cluster import Cluster, FakeNode, cluster
-from .test_membership import NUMEL, Trainer, assert_identical
+from .test_membership import NUMEL, THRESHOLD, Trainer, assert_identical, drop
 
 PART_BYTES = 4
 WAYS: dict[str, dict[str, Any]] = {
@@ -225,6 +225,120 @@ def test_a_member_that_dies_or_comes_while_a_snapshot_travels_ends_with_identica
         world.plan(turn, lambda: world.kill(dead[1].node))
         world.run()
     assert_identical([*trainers, newcomer, second])
+
+
+def is_ready(newcomer: Trainer) -> bool:
+    """Return whether a newcomer has its snapshot, and waits for the members to name it."""
+    return newcomer.share._membership.phase is Phase.READY
+
+
+@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize("how", WAYS.values(), ids=WAYS)
+def test_a_newcomer_that_has_everything_keeps_it_when_a_member_dies(
+    seed: int, how: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with cluster(seed) as world:
+        trainers, newcomer = begin_with_newcomer(world, how)
+        parts = Parts(monkeypatch, newcomer.node)
+        world.run(until=lambda: is_ready(newcomer))
+        nbytes = parts.nbytes
+        world.kill(world.random.choice(trainers).node)
+        world.run()
+    assert_identical([*trainers, newcomer])
+    assert parts.nbytes == nbytes
+    assert parts.headers <= 2
+
+
+@pytest.mark.parametrize("seed", seeds(2))
+@pytest.mark.parametrize("how", [WAYS["mean"], WAYS["sharded"]], ids=["mesh", "sharded"])
+def test_a_newcomer_that_has_everything_goes_on_alone_if_all_members_die(
+    how: Any, seed: int
+) -> None:
+    with cluster(seed) as world:
+        member = Trainer(world, 10, 40, min_peers=0, **how)
+        world.run(until=lambda: len(member.results) > 3)
+        newcomer = Trainer(world, 20, 40, min_peers=1, **how)
+        world.run(until=lambda: is_ready(newcomer))
+        world.kill(member.node)
+        world.run()
+    assert newcomer.share.next_step == 40
+    assert newcomer.joined is not None
+    assert newcomer.joined.step > 3
+
+
+@pytest.mark.parametrize("how", [WAYS["mean"], WAYS["sharded"]], ids=["mesh", "sharded"])
+def test_a_newcomer_that_the_members_have_dropped_does_not_go_on_alone(how: Any) -> None:
+    with cluster(1) as world:
+        member = Trainer(world, 10, 40, min_peers=0, **how)
+        world.run(until=lambda: len(member.results) > 3)
+        newcomer = Trainer(world, 20, 40, min_peers=1, **how)
+        world.run(until=lambda: is_ready(newcomer))
+        drop(world, newcomer.node, [member.node])
+        world.run(until=lambda: member.worker.is_done)
+        with pytest.raises(TimeoutError, match="from 0 members"):
+            world.run()
+
+
+@pytest.mark.parametrize("seed", seeds(2))
+@pytest.mark.parametrize("how", [WAYS["mean"], WAYS["sharded"]], ids=["mesh", "sharded"])
+def test_an_observer_keeps_what_it_has_when_a_member_dies(
+    how: Any, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with cluster(seed) as world:
+        trainers = [Trainer(world, node_id, 60, min_peers=2, **how) for node_id in (10, 20, 30)]
+        node = world.node(40)
+        parts = Parts(monkeypatch, node)
+        seen: dict[int, bytes] = {}
+
+        def follow() -> None:
+            encoder = gw.Encoder(NUMEL, gw.FixedThreshold(THRESHOLD))
+            options = {"timeout_s": 20.0, "role": "observer", "min_peers": 1, **how}
+            share, params = gw.Exchange(encoder, node, **options), np.zeros(NUMEL, np.float32)
+            while share.next_step < 50:
+                share.follow(params, timeout_s=0.1)
+                seen[share.next_step] = params.tobytes()
+            node.cluster.close(node)
+
+        world.start(node, follow)
+        world.run(until=lambda: len(seen) > 4)
+        nbytes = parts.nbytes
+        world.kill(trainers[world.random.randrange(3)].node)
+        world.run()
+    assert parts.nbytes == nbytes > 0
+    assert parts.headers == 2
+    assert max(seen) >= 50
+
+
+def test_what_a_dead_member_has_not_acknowledged_holds_up_no_snapshot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Updates to the members go first, which takes a living member a moment, and a dead one until it is lost."""
+
+    def seconds(silence_s: float) -> float:
+        def stats(node: FakeNode) -> Stats:
+            state = {"srtt_s": 0.01, "least_rtt_s": 0.01, "backlog_records": 0, "loss_rate": 0.0}
+            paths = [
+                PeerStats(
+                    peer=peer,
+                    rate_bytes_per_s=100.0,
+                    in_flight_bytes=1_000 if peer.id == 20 else 0,
+                    silence_s=silence_s if peer.id == 20 else 0.0,
+                    **state,
+                )
+                for peer in node.peers
+            ]
+            return Stats(peers=tuple(paths))
+
+        monkeypatch.setattr(FakeNode, "stats", stats)
+        with cluster(1) as world:
+            members = [Trainer(world, node_id, 200, min_peers=2) for node_id in (10, 20, 30)]
+            world.run(until=lambda: len(members[0].results) > 3)
+            newcomer = Trainer(world, 40, 200, min_peers=2)
+            begun_s = world.now_s
+            world.run(until=lambda: is_ready(newcomer))
+            return world.now_s - begun_s
+
+    assert seconds(silence_s=2.0) < 0.5 * seconds(silence_s=0.1)
 
 
 @pytest.mark.parametrize("how", WAYS.values(), ids=WAYS)

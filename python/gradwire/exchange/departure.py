@@ -638,6 +638,7 @@ class Trainings:
         self._unseen: dict[NodeRun, int] = {}  # number of looks in which other members had them
         self._looks_at_s = 0.0
         self._joins_from_s = 0.0
+        self._is_heir = False
         self._introductions.set_judge(self._difference)
         departure.set_on_return(self.handle_unknown)
 
@@ -673,7 +674,7 @@ class Trainings:
         )
         return self._lasts(
             first == membership.run
-            and bool(waiting)
+            and (bool(waiting) or (self._is_heir and membership.run not in workers))
             and not members
             # Others may see a member that this node does not see, which stands still or has yet to connect.
             and not any(hello.members for hello in waiting)
@@ -753,8 +754,14 @@ class Trainings:
             self._departure.rejoin(self.describe_unreachable())
 
     def begin_to_join(self) -> None:
-        """Forget what this node has told of members that it sees."""
+        """Forget what this node has told of members that it sees, and whether it had what members had."""
         self._told = None
+        self._is_heir = False
+
+    def inherit(self, members: Iterable[NodeRun]) -> None:
+        """Note that this node, no member yet, had what these members had: if they have died, it may go on alone."""
+        ended = self._introductions.has_finished, self._introductions.has_dropped
+        self._is_heir = not any(has_ended(run) for run in members for has_ended in ended)
 
     def tell_members(self) -> None:
         """Tell nodes that look for a member whenever this node, no member itself, sees other members than before."""

@@ -319,9 +319,7 @@ class Join:
                     self._router.announce(Phase.NEW)
                     return
                 self._join_with_snapshot(params, optimizer_state)
-            self.poll(clock.POLL_S)
-            while self._options.is_sync and _can_follow(self):
-                self._follow_step(params)
+            _follow_steps(self, clock.POLL_S, params, optimizer_state)
             if self._options.role == "observer" and not introductions.compatible(Phase.IN):
                 return  # nobody is left to follow, which is no error of an observer
             # Every part of a snapshot and every followed step is progress. Members give and name newcomers between two
@@ -355,10 +353,8 @@ class Join:
             has_members = any(hello.phase is Phase.IN for hello in hellos)
             if membership.phase is not Phase.READY and has_members:
                 self.ensure_member(params, optimizer_state)
-            self.poll(max(0.0, min(clock.POLL_S, deadline_s - clock.now_s())))
-            while self._options.is_sync and _can_follow(self):
-                self._follow_step(params)
-                count += 1
+            poll_s = max(0.0, min(clock.POLL_S, deadline_s - clock.now_s()))
+            count += _follow_steps(self, poll_s, params, optimizer_state)
             if not self._options.is_sync and membership.phase is Phase.READY:
                 payloads = [messages for _, messages in membership.take_updates()]
                 self._departure.remove_departed()
@@ -657,6 +653,32 @@ def _check_kept_updates(membership: Membership, recipient: Recipient) -> None:
             f"snapshot ({recipient.progress or 'nothing yet'}): its link does not carry the training; share "
             "with a lower density or a larger every"
         )
+
+
+def _follow_steps(join: Join, timeout_s: float, params: Any, optimizer_state: NodeState) -> int:
+    """Receive for up to ``timeout_s``, apply the members' steps without being one, and return their number."""
+    membership = join._membership
+    followed = list(membership.members) if membership.phase is Phase.READY else []
+    count = 0
+    join.poll(timeout_s)
+    while join._options.is_sync and _can_follow(join):
+        join._follow_step(params)
+        count += 1
+    if followed and membership.phase is Phase.JOINING and join._options.is_sync:
+        _keep_state(join, followed, params, optimizer_state)
+    return count
+
+
+def _keep_state(
+    join: Join, members: Iterable[NodeRun], params: Any, optimizer_state: NodeState
+) -> None:
+    """Keep a copy of what this node had as it followed these members: another one adds what it lacks."""
+    finals = dict(join._membership.finals)
+    positions = {run: finals.pop(run) for run in members}
+    snapshot = replace(join._snapshot(positions, params, optimizer_state), finals=finals)
+    snapshot.arrays[:] = copies(snapshot.arrays)
+    join._recipient.keep(snapshot)
+    join._trainings.inherit(positions)
 
 
 def _can_follow(join: Join) -> bool:

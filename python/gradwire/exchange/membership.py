@@ -418,6 +418,10 @@ class Membership:
         """Stop being a member; updates count again from where the others introduce themselves to a newcomer."""
         # What this node has applied is still true of its parameters, should it have to go on with them.
         self.finals.update(self.positions)
+        # So are the updates that follow, where another member can add to what a newcomer has.
+        for run, stream in self.members.items() if self.phase is Phase.READY else ():
+            stream.first_received = stream.position
+            (self.past if run in self.broken else self.others).setdefault(run, stream)
         self.introductions.leave_training()
         self.members.clear()
         self.broken.clear()
@@ -537,11 +541,9 @@ class Membership:
     def missing(self, step: int) -> frozenset[NodeRun]:
         """Return the members whose update of ``step`` may still arrive."""
         return frozenset(
-            [
-                run
-                for run, stream in self.members.items()
-                if step not in stream and step < self.finals.get(run, step + 1)
-            ]
+            run
+            for run, stream in self.members.items()
+            if step not in stream and step < self.finals.get(run, step + 1)
         )
 
     def contributors_before(self, step: int) -> str:
@@ -606,11 +608,8 @@ class Membership:
 
     def updates_of(self, step: int) -> Updates:
         """Return the other members' updates of a step, which `take_updates` still has."""
-        return [
-            (run, stream.messages_of(step))
-            for run, stream in self.members.items()
-            if step in stream
-        ]
+        streams = self.members.items()
+        return [(run, stream.messages_of(step)) for run, stream in streams if step in stream]
 
     def take_updates(self, last: float = math.inf) -> Updates:
         """Return and forget the updates that have arrived, every member's in order, up to step ``last``."""
@@ -618,9 +617,8 @@ class Membership:
         for run, stream in self.members.items():
             if stream.is_provisional:
                 stream.set_provisional(not self.is_known_to(run))
-            while (
-                not stream.is_provisional and stream.position in stream and stream.position <= last
-            ):
+            is_known = not stream.is_provisional
+            while is_known and stream.position in stream and stream.position <= last:
                 updates.append((run, stream.take_messages()))
         return updates
 

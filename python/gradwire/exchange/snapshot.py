@@ -62,6 +62,8 @@ _WINDOW_S = 0.1
 _WINDOW_BYTES_MAX = 8 << 20
 # Part of the newcomer's rate that is left for it while updates are under way to the members.
 _BUSY_SHARE = 0.1
+# A member from which nothing has come for so long takes nothing of the link.
+_SILENT_S = 1.0
 _LOOK_S = 0.01  # between two looks for space
 # A smaller array comes from one donor, so that no description in bytes is of two. Several donors send as much each.
 _WHOLE_BYTES = 8 << 20
@@ -599,9 +601,11 @@ class Donor:
         try:
             paths = {run_of(path.peer): path for path in self._node.stats().peers}
             with self._lock:
+                # What is under way to a member that has died stays so until it is lost.
                 is_busy = any(
-                    path.in_flight_bytes and run not in self._transfers
+                    path.in_flight_bytes and path.silence_s < _SILENT_S
                     for run, path in paths.items()
+                    if run not in self._transfers
                 )
                 for run, transfer in list(self._transfers.items()):
                     space = transfer.space(paths.get(run), is_busy=is_busy)
@@ -821,6 +825,11 @@ class Recipient:
         """Take no more parts of what was asked for."""
         self.drop(self.donors)
         self.is_asked = False
+
+    def keep(self, snapshot: Snapshot) -> None:
+        """Take a whole snapshot, of this node's own state, for one to which another donor may add."""
+        self.forget()
+        self.incoming = snapshot
 
     def forget(self) -> None:
         """Forget what has arrived."""

@@ -66,7 +66,7 @@ class Endpoint:
         self._events: deque[PeerJoined | PeerLost] = deque(maxlen=EVENTS_MAX)
         # Of sessions that have ended, and to unproved paths.
         self.final_datagrams: list[Transmit] = []
-        self._polled_at_s = self._expected_at_s = local.started_at_s
+        self.polled_at_s = self._expected_at_s = local.started_at_s
         self._housekeeping_at_s = local.started_at_s
         self._gossip_at_s = local.started_at_s + GOSSIP_S
         self._polls = 0
@@ -346,8 +346,8 @@ class Endpoint:
 
     def _notice_sleep(self, now_s: float) -> None:
         """Do not count a long pause of this process as silence of the peers."""
-        slept_s = now_s - max(self._polled_at_s, self._expected_at_s)
-        self._polled_at_s = self._expected_at_s = now_s
+        slept_s = now_s - max(self.polled_at_s, self._expected_at_s)
+        self.polled_at_s = self._expected_at_s = now_s
         if slept_s > SLEEP_S:
             for session in self.sessions:
                 session.excuse_silence(slept_s, now_s)
@@ -372,7 +372,7 @@ class Endpoint:
 
     def window_records(self) -> int:
         """Return how many records each peer may send beyond the consumed ones."""
-        cutoff_s = self._polled_at_s - ACTIVE_S
+        cutoff_s = self.polled_at_s - ACTIVE_S
         sessions = self.sessions.by_index.values()
         receivers = [each.receiver for each in sessions if each.receiver is not None]
         active = sum(receiver.last_arrival_s > cutoff_s for receiver in receivers)

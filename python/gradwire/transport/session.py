@@ -519,6 +519,7 @@ class Session:
             in_flight_bytes=rate.bytes_in_flight,
             backlog_records=self._endpoint.log.head - self.sender.cumulative,
             loss_rate=rate.loss_rate,
+            silence_s=max(0.0, self._endpoint.polled_at_s - self.control.heard_at_s),
         )
 
 

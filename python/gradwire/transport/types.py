@@ -126,6 +126,7 @@ class PeerStats:
     in_flight_bytes: int  #: bytes that are in flight
     backlog_records: int  #: records that the peer has not acknowledged
     loss_rate: float  #: smoothed fraction of the bytes that were lost
+    silence_s: float  #: time since the latest datagram came
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
