@@ -73,3 +73,75 @@ def test_an_observer_has_the_last_updates_of_all_who_leave(
         watcher = world.start(observer, lambda: follow(observer))
         world.run()
     np.testing.assert_array_equal(watcher.result, START + put_in)
+
+
+def begin(node: FakeNode, *named: FakeNode, **options: Any) -> list[int]:
+    """Join with those that the node's list names; return the other members."""
+    node.seeds = frozenset(each.peer.address for each in named)
+    share = gw.Exchange(gw.Encoder(NUMEL, 1.0), node, **{"start_timeout_s": 20.0, **options})
+    joined = share.join(START.copy())
+    assert not joined.is_late
+    return [member.id for member in joined.members]
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_an_observer_that_is_there_first_is_not_waited_for_as_a_member(is_named: bool) -> None:
+    def observe(node: FakeNode) -> None:
+        share = gw.Exchange(gw.Encoder(NUMEL, 1.0), node, role="observer")
+        share.follow(np.zeros(NUMEL, np.float32), timeout_s=5.0)
+
+    with cluster(1) as world:
+        one, two, observer = (world.node(number) for number in (1, 2, 9))
+        world.start(observer, lambda: observe(observer))
+        extra = [observer] if is_named else []
+        results = []
+        for node, other in ((one, two), (two, one)):
+            results.append(world.start(node, lambda n=node, o=other: begin(n, o, *extra)))
+        world.run(until=lambda: all(worker.is_done for worker in results))
+        assert world.now_s < 10.0
+    assert [worker.result for worker in results] == [[2], [1]]
+
+
+def test_a_start_that_lacks_members_says_that_observers_do_not_count() -> None:
+    def observe(node: FakeNode) -> None:
+        share = gw.Exchange(gw.Encoder(NUMEL, 1.0), node, role="observer")
+        with pytest.raises(TimeoutError):
+            share.follow(np.zeros(NUMEL, np.float32), timeout_s=5.0)
+
+    def wait(node: FakeNode) -> None:
+        message = "0 of 1 peers are ready; observers do not count: 127.0.0.1:1009;"
+        with pytest.raises(TimeoutError, match=message):
+            begin(node, min_peers=1, start_timeout_s=5.0)
+
+    with cluster(1) as world:
+        member, observer = world.node(1), world.node(9)
+        world.start(observer, lambda: observe(observer))
+        world.start(member, lambda: wait(member))
+        world.run()
+
+
+@pytest.mark.parametrize("seed", seeds(3))
+def test_a_node_that_comes_and_goes_before_the_start_is_not_waited_for(seed: int) -> None:
+    """As ``gradwire doctor`` does. A named one that is gone for a while is."""
+    with cluster(seed) as world:
+        one, two, three, visitor = (world.node(number) for number in (1, 2, 3, 9))
+
+        def join(node: FakeNode, after_s: float) -> list[int]:
+            world.compute(node, after_s)
+            assert len(node.peers) == 3 or node is two
+            return begin(node, *{one, two, three} - {node})
+
+        results = [
+            world.start(one, lambda: join(one, 0.5)),
+            world.start(three, lambda: join(three, 0.5)),
+        ]
+        results.insert(1, world.start(two, lambda: join(two, 5.0)))
+        world.run(until=lambda: world.now_s > 1.0)
+        world.close(visitor)
+        world.cut(one, two)
+        world.run(until=lambda: world.now_s > 4.0)
+        assert not any(worker.is_done for worker in results)
+        world.connect(one, two)
+        world.run()
+        assert world.now_s < 12.0
+    assert [worker.result for worker in results] == [[2, 3], [1, 3], [1, 2]]

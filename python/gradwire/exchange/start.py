@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import clock
 from ..arrays import layouts
@@ -14,9 +14,12 @@ from .consistency import start_of
 from .departure import Departure, Trainings
 from .membership import Membership, Router
 from .options import Options
-from .protocol import Hello, NodeRun, Phase
+from .protocol import Hello, Introductions, NodeRun, Phase
 from .replica import Replica
 from .snapshot import NodeState
+
+if TYPE_CHECKING:
+    from ..transport import Node
 
 __all__ = ["Start"]
 
@@ -138,7 +141,7 @@ class Start:
         """
         membership = self._membership
         timeout_s = self._options.longest_start_s
-        expected = self._expected_peers()
+        initially = expected = self._expected_peers()
         membership.restart_at(self._replica.step)
         deadline_s = clock.now_s() + timeout_s
         self._tells_at_s = clock.now_s() + _COMPLETE_S
@@ -155,8 +158,7 @@ class Start:
         while membership.phase is Phase.NEW:
             self._poll(poll_s)
             poll_s = clock.POLL_S
-            if self._former_members is not None:
-                expected = self._expected_peers()
+            expected = self._still_expected(initially)
             self._try_to_start(expected)
             if membership.phase is not Phase.NEW:
                 return
@@ -178,7 +180,7 @@ class Start:
             if clock.now_s() < look_at_s:
                 return False
             self._note_view()
-            return self._sees_training()
+            return self._sees_training() or len(self._connected()) >= self._still_expected(expected)
 
         try:
             self._router.node.wait_for_peers(expected, timeout_s, sees_training)
@@ -204,7 +206,7 @@ class Start:
             self._tells_at_s = now_s + _COMPLETE_S
             self._router.introduce()
         obstacle = self._trainings.describe_unreachable()
-        gone = self._describe_gone()
+        gone = _describe_gone(self._router.node, self._introductions)
         what = "this node waits for " + ("nodes that it cannot reach" if obstacle else "the others")
         what += f"; {gone}" if gone else ""
         # What is news is logged soon, but not at once: an introduction may just be on its way.
@@ -213,19 +215,6 @@ class Start:
         elif obstacle or gone or awaited:
             self._wait.note(None, obstacle or awaited)
         return "; ".join(filter(None, [gone, obstacle]))
-
-    def _describe_gone(self) -> str:
-        """Name the nodes that were here and have gone before the start; empty if there are none."""
-        node = self._router.node
-        here = {peer.id for peer in node.peers}
-        # Others than the run's, such as gradwire doctor, come and go.
-        gone = [
-            run
-            for run in sorted(self._introductions.interrupted)
-            if run.id not in here and (run.id in node.names or not node.names)
-        ]
-        departed = self._introductions.describe_departed(gone)
-        return f"gone before the start, see their own logs: {departed}" if gone else ""
 
     def _describe_awaited(self, expected: int) -> str:
         """Say how many nodes are ready to begin, and name those that are not."""
@@ -241,7 +230,10 @@ class Start:
         missing = [name for node_id, name in sorted(node.names.items()) if node_id not in here]
         text += f"; {', '.join(missing)} missing" if missing else ""
         silent = introductions.describe(sorted(connected - introductions.hellos.keys()))
-        return text + (f"; connected, and still preparing: {silent}" if silent else "")
+        text += f"; connected, and still preparing: {silent}" if silent else ""
+        observers = introductions.describe(_observers(introductions))
+        is_short = observers and len(ready) < expected
+        return text + (f"; observers do not count: {observers}" if is_short else "")
 
     def _connected(self) -> set[NodeRun]:
         return set(map(self._introductions.register, self._router.node.peers))
@@ -260,6 +252,16 @@ class Start:
             if not expected:
                 _LOG.warning("no peer is known, this node goes on alone: give min_peers")
         return expected
+
+    def _still_expected(self, initially: int) -> int:
+        """Return the number of other nodes to wait for now, of those that were expected at the beginning."""
+        node = self._router.node
+        if self._former_members is not None:
+            return self._expected_peers()
+        if self._options.min_peers is not None or node.expected_peers is not None:
+            return initially
+        addresses = node.seeds | {peer.address for peer in node.peers}
+        return min(initially, max(_count_members(addresses, self._introductions), 1))
 
     def _try_to_start(self, expected: int) -> None:
         membership = self._membership
@@ -336,7 +338,7 @@ class Start:
 
     def _all_others(self, expected: int) -> int:
         """Return the number of other nodes that are new if all are, and not only as many as a start needs."""
-        return max(expected, len(self._router.node.seeds), 1)
+        return max(expected, _count_members(self._router.node.seeds, self._introductions), 1)
 
     def _may_start_again(self, members: Mapping[NodeRun, Hello], expected: int) -> bool:
         """Return whether the members that are here may be left over from a run that is just started again."""
@@ -485,3 +487,32 @@ class Start:
     def expect_equalized(self, equalize: bool) -> None:
         """Accept nodes that begin with other parameters, because `equalize` follows, or refuse them."""
         self._equalizes = equalize
+
+
+def _observers(introductions: Introductions) -> list[NodeRun]:
+    """Return the connected observers, which do not begin a training."""
+    hellos = introductions.hellos.items()
+    return sorted(run for run, hello in hellos if hello.role == "observer")
+
+
+def _count_members(addresses: Collection[str], introductions: Introductions) -> int:
+    """Return the number of nodes at these addresses that may begin a training.
+
+    A connected node counts before it has said what it is. It may be an observer, or go again without a word, as
+    ``gradwire doctor`` does. A node that a list of peers names counts whether it is connected or not.
+    """
+    observers = {introductions.peer_of(run).address for run in _observers(introductions)}
+    return len(set(addresses) - observers)
+
+
+def _describe_gone(node: Node, introductions: Introductions) -> str:
+    """Name the nodes that were here and have gone before the start; empty if there are none."""
+    here = {peer.id for peer in node.peers}
+    # Others than the run's, such as gradwire doctor, come and go.
+    gone = [
+        run
+        for run in sorted(introductions.interrupted)
+        if run.id not in here and (run.id in node.names or not node.names)
+    ]
+    departed = introductions.describe_departed(gone)
+    return f"gone before the start, see their own logs: {departed}" if gone else ""
