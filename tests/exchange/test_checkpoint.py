@@ -16,7 +16,7 @@ from gradwire.exchange import redistribute
 from gradwire.exchange.checkpoint import params_of
 from gradwire.exchange.groups import Group
 
-from .cluster import FakeNode, cluster
+from .cluster import FakeNode, cluster, run_cluster
 
 NUMEL = 200
 OPTIONS: list[dict[str, Any]] = [
@@ -476,3 +476,37 @@ def test_what_a_node_has_sent_after_its_checkpoint_does_not_count_twice(
         world.start(again, lambda: come_back(again))
         world.run()
     np.testing.assert_array_equal(ended[0], np.full(NUMEL, updates / 4, np.float32))
+
+
+@pytest.mark.parametrize("apply_residual", [False, True])
+@pytest.mark.parametrize("equalize", [False, True])
+def test_asynchronous_nodes_that_saved_with_messages_on_their_way_begin_alike(
+    equalize: bool, apply_residual: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def resume(node: FakeNode, rank: int, starts: list[Any]) -> Any:
+        encoder = gw.Encoder(NUMEL, 0.5)
+        options: dict[str, Any] = {"mode": "async", "apply_residual": apply_residual}
+        share = gw.Exchange(encoder, node, min_peers=2, timeout_s=20.0, **options)
+        params = np.zeros(NUMEL, np.float32)
+        if starts:
+            params, state = copy.deepcopy(starts[rank])
+            share.load_state_dict(state)
+        assert not share.join(params, equalize=equalize).is_late
+        begun = share.shared(params)[0].copy()
+        for step in range(4):
+            share.step(update(rank, step), params)
+        saved = copy.deepcopy((params, share.state_dict(params)))
+        for _ in range(40):
+            share.catch_up(params, timeout_s=0.05)
+        return begun, saved, share.shared(params)[0]
+
+    first = run_cluster(lambda node, rank: resume(node, rank, []), seed=3)
+    starts = [saved for _, saved, _ in first]
+    assert not np.array_equal(starts[0][0], starts[1][0]), "messages must be on their way"
+    caplog.clear()
+    second = run_cluster(lambda node, rank: resume(node, rank, starts), seed=4)
+    is_equal = all(np.array_equal(begun, second[0][0]) for begun, _, _ in second)
+    assert is_equal == equalize
+    assert ("checkpoints whose parameters differ" in caplog.text) == (not equalize)
+    for _, _, ended in second:
+        assert np.allclose(ended, second[0][2], atol=1e-5) == (equalize or ended is second[0][2])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -104,11 +104,9 @@ class Start:
         """
         groups = self._replica.groups
         groups.check_params(params)
-        # Digests of the initial parameters tell nodes apart that begin differently. Asynchronous replicas that go on
-        # from checkpoints are equal only within rounding, and not compared.
+        # Digests of the initial parameters tell nodes apart that begin differently.
         start = self._introductions.start
-        is_comparable = self._options.is_sync or self._replica.step == 0
-        if self._membership.phase is Phase.NEW and is_comparable:
+        if self._membership.phase is Phase.NEW:
             arrays = self._replica.shared or params
             params_digest, residual = start_of(
                 groups, arrays, [] if state is None else state.export()
@@ -422,11 +420,10 @@ class Start:
                 "training on all nodes"
             )
         # A residual belongs to one node. The same residual on two nodes would be added to the parameters twice.
-        own_params, own_residual = self._introductions.start
+        own_residual = self._introductions.start[1]
         here = self._introductions.name_of(self._membership.run)
         for run, hello in hellos.items():
             there = self._introductions.name_of(run)
-            params, residual = hello.start
             # A node that has begun already has compared itself before.
             if hello.phase is not Phase.NEW:
                 continue
@@ -437,12 +434,13 @@ class Start:
                     "gw.exchange.redistribute, or joins late, once the others have begun with a smaller min_peers "
                     "(GRADWIRE_MIN_PEERS)"
                 )
-            if residual and residual == own_residual:
+            if own_residual and own_residual == hello.start[1]:
                 raise Mismatch(
                     f"{there} and this node ({here}) have loaded the checkpoint of the same node, so its residual "
                     "would count twice: every node saves its own, and loads it"
                 )
-            if params and own_params and params != own_params and not self._equalizes:
+            differs = _differ(self._introductions.start, hello.start) and not self._equalizes
+            if differs and (self._options.is_sync or step == 0):
                 raise Mismatch(
                     f"{there} and this node ({here}) begin with other parameters: seed the initial values alike or "
                     "load the same checkpoint on all nodes, or join(params, equalize=True) takes those of the node "
@@ -450,7 +448,7 @@ class Start:
                 )
 
     def _start(
-        self, others: Iterable[NodeRun], origin: NodeRun, training: str, *, is_sharded: bool
+        self, others: Collection[NodeRun], origin: NodeRun, training: str, *, is_sharded: bool
     ) -> None:
         membership = self._membership
         replica = self._replica
@@ -463,6 +461,8 @@ class Start:
         replica.begin(replica.step, len(members), is_sharded=is_sharded)
         replica.assign_owners(members, replica.step, self._introductions.workers)
         self._router.announce(Phase.IN)
+        if not (self._options.is_sync or self._equalizes):
+            _warn_if_unequal(self._introductions, others)
         _LOG.info(
             "%s exchange of %d nodes begins at step %d",
             "sharded" if is_sharded else "mesh",
@@ -516,3 +516,18 @@ def _describe_gone(node: Node, introductions: Introductions) -> str:
     ]
     departed = introductions.describe_departed(gone)
     return f"gone before the start, see their own logs: {departed}" if gone else ""
+
+
+def _differ(start: tuple[str, str], other: tuple[str, str]) -> bool:
+    """Return whether two nodes begin with other parameters, as far as their digests tell; see `start_of`."""
+    return "" != start[0] != other[0] != ""
+
+
+def _warn_if_unequal(introductions: Introductions, others: Collection[NodeRun]) -> None:
+    """Warn where asynchronous nodes go on from checkpoints of which some lack messages that were on their way."""
+    hellos = introductions.hellos
+    if any(_differ(introductions.start, hellos[run].start) for run in others if run in hellos):
+        _LOG.warning(
+            "the nodes go on from checkpoints whose parameters differ, by rounding or by messages that were on their "
+            "way, and stay different: join(params, equalize=True) on all nodes makes them equal"
+        )
