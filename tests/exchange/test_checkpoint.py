@@ -202,6 +202,13 @@ def test_states_that_do_not_belong_together_are_refused() -> None:
         redistribute(good, 0)
 
 
+def test_the_state_of_one_worker_is_not_merged_twice() -> None:
+    states = states_of([[0.5, 0.0], [0.25, 0.0], [0.0, 0.0], [0.0, 0.0]])
+    redistribute(states, 2)
+    with pytest.raises(ValueError, match="states 1 and 4 are of the same worker"):
+        redistribute([*states, copy.deepcopy(states[1])], 2)
+
+
 def test_a_state_that_does_not_fit_is_refused() -> None:
     [state] = states_of([[0.0, 0.0]])
     with cluster(0) as made:
@@ -317,6 +324,8 @@ def test_a_state_that_lacks_something_is_refused() -> None:
         {"step": -1},
         {"step": "3"},
         {"step": None},
+        {"step_number": None},
+        {"step_number": "1"},
         {"local_steps": 1.5},
         {"agreement": []},
         {"agreement": "x"},

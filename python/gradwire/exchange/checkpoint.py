@@ -16,6 +16,7 @@ from ..codec import Encoder
 from ..partition import Partition
 from ..policy import whole
 from ..state import EncoderState, check_format
+from .consistency import digest_of
 from .groups import Groups, split_by_tensor
 from .options import Reduction
 from .owner import add_owner_state
@@ -173,6 +174,7 @@ def _checked(state: dict[str, Any], replica: Replica) -> Sequence[dict[str, Any]
         EncoderState.of(saved, encoder.numel, encoder.dtype)
     whole("step", state["step"], least=0)
     whole("local_steps", state["local_steps"], least=0)
+    whole("step_number", state.get("step_number", 0), least=0)  # older states have none
     for name in ("shared", "outer_velocity"):
         arrays = [np.asarray(array) for array in state[name]]
         if arrays and sum(array.size for array in arrays) != replica.groups.numel:
@@ -227,7 +229,8 @@ def redistribute(
         One state for each new worker, by rank.
 
     Raises:
-        ValueError: the states are not of one run and step, or were taken between exchanges of local steps.
+        ValueError: the states are not of one run and step, or were taken between exchanges of local steps, or one is
+            there twice.
 
     >>> import numpy as np, gradwire as gw
     >>> states, node = [], gw.Node("127.0.0.1:0", secret=bytes(range(32)))
@@ -272,6 +275,7 @@ def redistribute(
         raise ValueError(
             f"the states are of different steps or models, or of different trainings: {layouts}"
         )
+    _refuse_twice_the_same(states)
     # A worker's own parameters, which ``gradwire.torch`` adds, hold its old residual.
     own_parameters = {"local", "rounded"}
     states = [{name: state[name] for name in state.keys() - own_parameters} for state in states]
@@ -286,6 +290,20 @@ def redistribute(
         _merged(states[rank % len(states)], states[rank::world_size], factor, weight)
         for rank in range(world_size)
     ]
+
+
+def _refuse_twice_the_same(states: Sequence[dict[str, Any]]) -> None:
+    """Raise `ValueError` where a worker's residual would count twice, as for a file that was read for two ranks."""
+    places: dict[str, int] = {}
+    for place, state in enumerate(states):
+        residuals = [np.asarray(saved["residual"]) for saved in state["encoders"]]
+        if any(residual.any() for residual in residuals):
+            first = places.setdefault(digest_of(residuals), place)
+            if first != place:
+                raise ValueError(
+                    f"states {first} and {place} are of the same worker, whose residual would count twice: give one "
+                    "state of every worker"
+                )
 
 
 def _merged(
