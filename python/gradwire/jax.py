@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -35,6 +35,9 @@ _MOMENTUM = 0.9
 
 # Updates in which weight decay is looked for: a schedule may begin at zero, and steps may be accumulated.
 _TRIAL_STEPS = 8
+
+# Arrays are passed over in blocks, of which a processor's cache has several.
+_BLOCK_NUMEL = 1 << 15
 
 
 class ShareState(NamedTuple):
@@ -311,29 +314,35 @@ class _SharedUpdates:
         if not any(all(map(_is_close, before, expected)) for expected in self._expected):
             _fill(self._leaves, before)
         state = self._state.take(exchange.step_number) or state
+        leaves, following = self._updated(updates, state, params, before, further)
+        self._state.set(following, exchange.step_number + 1)
+        self.result = exchange.step(leaves, self._leaves, self._state)
+        del leaves  # as large as the parameters, as what is returned
+        # The caller adds the result to its parameters, which thereby become this node's.
+        parts = zip(self._leaves, before, self._expected[0], strict=True)
+        deltas, expected = zip(*(_moved(*part) for part in parts), strict=True)
+        self._expected = [list(expected)]
+        return jax.tree.unflatten(self._tree, deltas), following
+
+    def _updated(
+        self, updates: Any, state: ShareState, params: Any, before: list[Any], further: Any
+    ) -> tuple[list[Any], ShareState]:
+        """Return the optimiser's update times the factor, but for its weight decay, and the next state."""
         moved, inner = self._update(updates, state.inner, params, **further)
         leaves = self._leaves_of("the update", moved)
-        factors = self._scale, 1.0
-        if self._scale == "auto":
-            factors = exchange.agreement.factor, exchange.agreement.decay_factor
-        factor, decay_factor = map(np.float32, factors)
-        scaled = [np.asarray(leaf) * factor for leaf in leaves]
+        del moved
+        agreement = self._opened().exchange.agreement
+        is_measured = self._scale == "auto"
+        factor = np.float32(agreement.factor if is_measured else self._scale)
+        decay_factor = np.float32(agreement.decay_factor if is_measured else 1.0)
         decay = state.decay
+        shifts = [np.float32(0.0)] * len(leaves)
         if self._decay is not None and decay is not None:
             rates, decay = self._decay.update(decay, **further)
-            parts = zip(scaled, rates, before, strict=True)
-            scaled = [
-                leaf + (decay_factor - factor) * np.asarray(rate) * old for leaf, rate, old in parts
-            ]
-        following = ShareState(inner, decay)
-        self._state.set(following, exchange.step_number + 1)
-        self.result = exchange.step(scaled, self._leaves, self._state)
-        # The caller adds the result to its parameters, which thereby become this node's.
-        pairs = zip(self._leaves, before, strict=True)
-        deltas = [jax.numpy.asarray(new - old) for new, old in pairs]
-        added = zip(before, deltas, strict=True)
-        self._expected = [[(old + np.asarray(delta)).astype(old.dtype) for old, delta in added]]
-        return jax.tree.unflatten(self._tree, deltas), following
+            shifts = [(decay_factor - factor) * np.asarray(rate).reshape(()) for rate in rates]
+        for place, (old, shift) in enumerate(zip(before, shifts, strict=True)):
+            leaves[place] = _scaled(np.asarray(leaves[place]), factor, old, shift)
+        return leaves, ShareState(inner, decay)
 
     @property
     def step_number(self) -> int:
@@ -654,7 +663,7 @@ def _refuse_tracers(call: str, tree: Any) -> None:
 
 
 def _copies(arrays: Sequence[Any]) -> list[Any]:
-    return [np.array(array) for array in arrays]
+    return [np.array(array, order="C") for array in arrays]
 
 
 def _fill(leaves: Sequence[Any], values: Sequence[Any]) -> None:
@@ -662,10 +671,49 @@ def _fill(leaves: Sequence[Any], values: Sequence[Any]) -> None:
         leaf[...] = value
 
 
+def _blocks(*arrays: Any) -> Iterator[list[Any]]:
+    """Yield the arrays' elements block by block; written into where an array is contiguous."""
+    flat = [array.reshape(-1) for array in arrays]
+    for begin in range(0, flat[0].size, _BLOCK_NUMEL):
+        yield [array[begin : begin + _BLOCK_NUMEL] for array in flat]
+
+
 def _is_close(array: Any, expected: Any) -> bool:
     """Return whether two arrays are equal but for the rounding of an addition."""
-    bound = 4.0 * float(np.finfo(array.dtype).eps) * np.maximum(np.abs(array), np.abs(expected))
-    return bool((np.abs(array - expected) <= bound).all())
+    rounding = 4.0 * float(np.finfo(array.dtype).eps)
+    for block, other in _blocks(array, expected):
+        if (block == other).all():
+            continue
+        bound = rounding * np.maximum(np.abs(block), np.abs(other))
+        if not (np.abs(block - other) <= bound).all():
+            return False
+    return True
+
+
+def _scaled(update: Any, factor: Any, params: Any, shift: Any) -> Any:
+    """Return an update times a factor, plus the parameters times another."""
+    has_shift = shift != 0.0
+    if factor == 1.0 and not has_shift and update.dtype == params.dtype:
+        return update
+    scaled = np.empty(update.shape, np.result_type(update.dtype, params.dtype, factor))
+    for target, block, old in _blocks(scaled, update, params):
+        np.multiply(block, factor, out=target)
+        if has_shift:
+            target += shift * old
+    return scaled
+
+
+def _moved(params: Any, before: Any, expected: Any) -> tuple[Any, Any]:
+    """Return jax's array to add for ``params``, and the rounded sum, in ``expected`` if that has the dtype."""
+    import jax
+
+    delta = np.empty(params.shape, jax.numpy.result_type(params.dtype, before.dtype))
+    if expected.dtype != before.dtype:
+        expected = np.empty(before.shape, before.dtype)
+    for difference, total, new, old in _blocks(delta, expected, params, before):
+        np.subtract(new, old, out=difference, casting="same_kind")
+        np.add(old, difference, out=total, casting="same_kind")
+    return jax.numpy.asarray(delta), expected
 
 
 def _has_any(names: set[str], state: Any) -> bool:
