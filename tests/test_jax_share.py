@@ -456,7 +456,11 @@ DECAYS = {
 
 def train_alone(optimizer: Any) -> Any:
     rng = np.random.default_rng(3)
-    params = {"weights": jax.numpy.full((6, 2), 0.5), "bias": jax.numpy.ones(2)}
+    params = {
+        "weights": jax.numpy.full((6, 2), 0.5),
+        "bias": jax.numpy.ones(2),
+        "gain": jax.numpy.float32(0.5),
+    }
     state = optimizer.init(params)
     for _ in range(6):
         gradients = jax.tree.map(
@@ -491,6 +495,79 @@ def test_weight_decay_beside_the_gradient_has_no_factor(how: str) -> None:
     )
     plain = train_alone(times(3.0, 0.0, make))
     assert abs(plain["weights"] - expected["weights"]).max() > 0.01
+
+
+def injected(rate: Any, decay: float = 0.5) -> Any:
+    return optax.inject_hyperparams(optax.adamw)(rate, weight_decay=decay)
+
+
+def set_by_hand(state: Any, **values: float) -> None:
+    """Set hyperparameters, wherever they are in a state."""
+    if isinstance(state, dict):
+        state = tuple(state.values())
+    if hasattr(state, "hyperparams"):
+        state.hyperparams.update({name: jax.numpy.asarray(values[name]) for name in values})
+    elif hasattr(state, "inner_state"):
+        set_by_hand(state.inner_state, **values)
+    elif isinstance(state, tuple):
+        for part in state:
+            set_by_hand(part, **values)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: injected(0.1),
+        lambda: injected(0.0, 0.0),
+        lambda: optax.multi_transform({"all": injected(0.1)}, lambda _: "all"),
+        lambda: optax.masked(injected(0.1), lambda _: True),
+        lambda: optax.apply_if_finite(optax.chain(optax.clip(1.0), injected(0.1)), 5),
+    ],
+    ids=["alone", "from zero", "multi_transform", "masked", "in a chain"],
+)
+def test_weight_decay_follows_hyperparameters_that_are_set_by_hand(make: Any) -> None:
+    params = jax.numpy.arange(1.0, 5.0)
+    with gradwire.jax.share(make(), update_scale=3.0, codec="dense", min_peers=0) as shared:
+        state = shared.init(params)
+        for rate, decay in (0.1, 0.5), (0.02, 0.5), (0.02, 0.25), (0.2, 0.0):
+            set_by_hand(state.inner, learning_rate=rate, weight_decay=decay)
+            updates, state = shared.update(jax.numpy.zeros(4), state, params)
+            np.testing.assert_allclose(updates, -rate * decay * params, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "skipping",
+    [
+        lambda inner: optax.apply_if_finite(inner, 100),
+        lambda inner: optax.MultiSteps(inner, 1, should_skip_update_fn=optax.skip_not_finite),
+    ],
+    ids=["apply_if_finite", "MultiSteps"],
+)
+def test_a_step_that_is_skipped_has_no_weight_decay(skipping: Any) -> None:
+    inner = skipping(optax.adamw(lambda count: 0.1 / (1 + count), weight_decay=0.5))
+    params = jax.numpy.arange(1.0, 5.0)
+    with gradwire.jax.share(inner, update_scale=3.0, codec="dense", min_peers=0) as shared:
+        state = shared.init(params)
+        for _ in range(3):
+            updates, state = shared.update(jax.numpy.full(4, np.nan), state, params)
+            np.testing.assert_array_equal(updates, np.zeros(4))
+            params = optax.apply_updates(params, updates)
+        # The schedule has not gone on meanwhile.
+        for rate in 0.1, 0.05:
+            updates, state = shared.update(jax.numpy.zeros(4), state, params)
+            np.testing.assert_allclose(updates, -rate * 0.5 * params, rtol=1e-5)
+
+
+def test_weight_decay_follows_a_schedule_that_is_begun_again() -> None:
+    inner = optax.adamw(optax.linear_schedule(0.1, 0.0, 4), weight_decay=0.5)
+    params = jax.numpy.arange(1.0, 5.0)
+    with gradwire.jax.share(inner, update_scale=3.0, codec="dense", min_peers=0) as shared:
+        state = shared.init(params)
+        for rate in 0.1, 0.075, 0.05, 0.1:
+            if state.inner[2].count == 3:
+                state = state._replace(inner=inner.init(params))
+            updates, state = shared.update(jax.numpy.zeros(4), state, params)
+            np.testing.assert_allclose(updates, -rate * 0.5 * params, rtol=1e-5)
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.5])

@@ -33,8 +33,10 @@ _SQUARES = {"nu", "sum_of_squares", "v_row", "e_g", "exp_avg_sq"}
 _MEANS = {"mu", "exp_avg"}
 _MOMENTUM = 0.9
 
-# Updates in which weight decay is looked for: a schedule may begin at zero, and steps may be accumulated.
+# Updates in which weight decay is looked for: a schedule may begin at zero, and steps may be accumulated. And the value
+# of hyperparameters that are zero at first, because the caller will set them by hand.
 _TRIAL_STEPS = 8
+_TRIAL_VALUE = 0.01
 
 # Arrays are passed over in blocks, of which a processor's cache has several.
 _BLOCK_NUMEL = 1 << 15
@@ -338,6 +340,7 @@ class _SharedUpdates:
         decay = state.decay
         shifts = [np.float32(0.0)] * len(leaves)
         if self._decay is not None and decay is not None:
+            decay = self._decay.follow(decay, state.inner)
             rates, decay = self._decay.update(decay, **further)
             shifts = [(decay_factor - factor) * np.asarray(rate).reshape(()) for rate in rates]
         for place, (old, shift) in enumerate(zip(before, shifts, strict=True)):
@@ -590,6 +593,8 @@ class _Decay:
             lambda leaf: jax.numpy.ones((1,) * np.ndim(leaf), jax.numpy.result_type(leaf)), params
         )
         self._zeros = jax.tree.map(jax.numpy.zeros_like, self._ones)
+        paths, _ = jax.tree_util.tree_flatten_with_path(params)
+        self._numbers = [path for path, leaf in paths if not np.ndim(leaf)]
 
     def init(self) -> Any:
         """Return the state to begin with."""
@@ -602,6 +607,34 @@ class _Decay:
         rates, state = self._update(self._zeros, state, self._ones, **further)
         return jax.tree.leaves(rates), state
 
+    def follow(self, state: Any, inner: Any) -> Any:
+        """Return a state with the counts and hyperparameters of the optimiser's own.
+
+        The caller may set them by hand, and a step that is skipped does not count.
+        """
+        import jax
+
+        paths, tree = jax.tree_util.tree_flatten_with_path(state)
+        values, other = jax.tree.flatten(inner)
+        if tree != other:
+            return state
+        leaves = [
+            # As an array of NumPy it shares no memory with the optimiser's, and is on no device.
+            np.array(value, leaf.dtype) if self._is_common(path, leaf, value) else leaf
+            for (path, leaf), value in zip(paths, values, strict=True)
+        ]
+        return jax.tree.unflatten(tree, leaves)
+
+    def _is_common(self, path: Any, leaf: Any, value: Any) -> bool:
+        """Return whether a part of the state belongs to no parameter, whose moments differ."""
+        if not _is_plain(leaf) or np.shape(leaf) != np.shape(value):
+            return False
+        if _is_hyperparameter(path):
+            return True
+        # Of a parameter without dimensions the moments are numbers, too, under its path.
+        is_moment = any(path[len(path) - len(end) :] == end for end in self._numbers)
+        return not np.ndim(leaf) and not (_is_float(leaf) and is_moment)
+
     def is_apart(self) -> bool:
         """Return whether there is decay that is added to what the gradients cause, whatever these are."""
         import jax
@@ -610,7 +643,7 @@ class _Decay:
         # Some optimisers need the loss. A constant one changes nothing in so few steps.
         has_loss = isinstance(self._optimizer, optax.GradientTransformationExtraArgs)
         loss = {"value": 1.0} if has_loss else {}
-        decay = moving = still = self.init()
+        decay = moving = still = jax.tree_util.tree_map_with_path(_on_trial, self.init())
         gradients = jax.tree.map(lambda leaf: 0.5 * leaf, self._ones)
         for _ in range(_TRIAL_STEPS):
             rates, decay = self.update(decay, **loss)
@@ -620,6 +653,26 @@ class _Decay:
                 trees = zip(rates, *map(jax.tree.leaves, (whole, rest)), strict=True)
                 return all(_adds_up(*map(np.asarray, leaves)) for leaves in trees)
         return False
+
+
+def _is_float(leaf: Any) -> bool:
+    import jax
+
+    return bool(jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating))
+
+
+def _is_hyperparameter(path: Any) -> bool:
+    """Return whether a path in a state is one of ``optax.inject_hyperparams``."""
+    return any(getattr(part, "name", None) == "hyperparams" for part in path)
+
+
+def _on_trial(path: Any, leaf: Any) -> Any:
+    """Return a part of a state, but for a hyperparameter that is zero another value."""
+    import jax
+
+    if not (_is_hyperparameter(path) and _is_plain(leaf) and _is_float(leaf)):
+        return leaf
+    return jax.numpy.where(leaf == 0.0, jax.numpy.asarray(_TRIAL_VALUE, leaf.dtype), leaf)
 
 
 def _compiled(optimizer: Any) -> Callable[..., Any]:
@@ -692,7 +745,8 @@ def _is_close(array: Any, expected: Any) -> bool:
 
 def _scaled(update: Any, factor: Any, params: Any, shift: Any) -> Any:
     """Return an update times a factor, plus the parameters times another."""
-    has_shift = shift != 0.0
+    # An update that is zero everywhere was skipped, and its decay with it.
+    has_shift = shift != 0.0 and any(block.any() for (block,) in _blocks(update))
     if factor == 1.0 and not has_shift and update.dtype == params.dtype:
         return update
     scaled = np.empty(update.shape, np.result_type(update.dtype, params.dtype, factor))
