@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import pickle
 from typing import Any
@@ -304,6 +305,9 @@ def test_another_number_of_local_steps_is_told(caplog: pytest.LogCaptureFixture)
             again.load_state_dict(copy.deepcopy(state))
             assert again.step_number == number
             assert ("saved at step 6, with another number" in caplog.text) == (every != 4)
+            with caplog.at_level(logging.INFO):
+                again.join(params.copy())
+            assert f"begins at step {number}" in caplog.text.splitlines()[-1]
 
 
 def test_a_state_that_lacks_something_is_refused() -> None:

@@ -261,11 +261,12 @@ def test_a_member_that_sends_messages_of_another_model_is_named_with_this_node(
 
 @pytest.mark.parametrize("seed", seeds(2))
 @pytest.mark.parametrize("late", [1, 2])
+@pytest.mark.parametrize("every", [1, 4])
 def test_initial_members_that_begin_at_different_steps_all_hear_of_it_at_once(
-    seed: int, late: int
+    seed: int, late: int, every: int
 ) -> None:
     def begin(node: FakeNode) -> str:
-        share = share_on(node, min_peers=1)
+        share = share_on(node, min_peers=1, every=every)
         if node.peer.id == late:
             share.load_state_dict({**share.state_dict(), "step": 5})
         return refused(
@@ -278,7 +279,7 @@ def test_initial_members_that_begin_at_different_steps_all_hear_of_it_at_once(
         ]
         world.run()
     for worker in workers:
-        assert "at step 5" in worker.result
+        assert f"at step {5 * every}" in worker.result
         assert "at step 0" in worker.result
         assert "same checkpoint" in worker.result
 

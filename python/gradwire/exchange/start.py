@@ -428,8 +428,9 @@ class Start:
             if hello.phase is not Phase.NEW:
                 continue
             if hello.step != step:
+                theirs, ours = (number * self._options.every for number in (hello.step, step))
                 raise Mismatch(
-                    f"{there} begins at step {hello.step}, this node ({here}) at step {step}: begin with the same "
+                    f"{there} begins at step {theirs}, this node ({here}) at step {ours}: begin with the same "
                     "checkpoint on all nodes, each with its own file of that step; a node without a file gets one from "
                     "gw.exchange.redistribute, or joins late, once the others have begun with a smaller min_peers "
                     "(GRADWIRE_MIN_PEERS)"
@@ -467,7 +468,7 @@ class Start:
             "%s exchange of %d nodes begins at step %d",
             "sharded" if is_sharded else "mesh",
             len(members),
-            replica.step,
+            replica.step * self._options.every + replica.local_steps,
         )
 
     def load_training(self, training: str) -> None:
