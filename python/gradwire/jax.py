@@ -84,6 +84,7 @@ def share(
             ``optax.multi_transform`` gives, need a density, and with it a threshold, of their own.
         update_scale: factor of every update; "auto": measured, as `SharedOptimizer` says, where ``optimizer`` keeps a
             mean of squares, as Adam does, otherwise 1.0. Weight decay beside the gradient, as AdamW's, has no factor.
+            ``optax.adafactor()`` without a learning rate takes steps as large as the parameters: give it 1.0.
         shakeup: periodic messages with a smaller threshold, see `ShakeUp`; None: without.
         clip: periodic clipping of the residual, see `ResidualClip`; None: without.
         share_state: a node that joins late takes over optax's state, too, in its first update: with Adam 8 of 12 bytes
