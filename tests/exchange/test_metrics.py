@@ -84,6 +84,12 @@ def share(node: gw.Node) -> gw.Exchange:
     return gw.Exchange(gw.Encoder(4, 0.5), node, min_peers=0)
 
 
+@pytest.fixture
+def not_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an exchange without others count as one of two nodes."""
+    monkeypatch.setattr(gw.Exchange, "total_workers", 2)
+
+
 def step(share: gw.Exchange, value: float = 0.75) -> gw.StepResult:
     return share.step(np.full(4, value, np.float32), np.zeros(4, np.float32))
 
@@ -103,6 +109,7 @@ def test_a_step_has_the_caller_s_time_before_it(
     assert share.stats.share == pytest.approx(1.0 - 2.001 / share.stats.step_s)
 
 
+@pytest.mark.usefixtures("not_alone")
 @pytest.mark.parametrize(("compute_s", "warnings"), [(0.0, 1), (10.0, 0)])
 def test_a_large_share_is_warned_of_once(
     compute_s: float,
@@ -285,6 +292,19 @@ def test_top_shows_rates_and_peers(
     assert list(folder.iterdir()) == []
 
 
+def test_a_node_that_trains_alone_gets_no_advice_about_others(
+    share: gw.Exchange, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(clock, "now_s", Clock())
+    for _ in range(100):
+        step(share)
+    [text] = [text for text in caplog.messages if text.startswith("gradwire takes")]
+    assert "trains alone" in text
+    assert "overlap" not in text
+    assert "gradwire top" not in text
+
+
+@pytest.mark.usefixtures("not_alone")
 @pytest.mark.parametrize(
     ("options", "proposed"),
     [
@@ -365,6 +385,7 @@ def test_updates_far_above_the_threshold_get_one_remedy(
     assert text.startswith("every element has been sent for 50 steps")
 
 
+@pytest.mark.usefixtures("not_alone")
 def test_waiting_for_space_counts_as_waiting(
     share: gw.Exchange, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

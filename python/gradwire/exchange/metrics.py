@@ -142,17 +142,17 @@ class Meter:
         self.compute_s += compute_s
         return replace(result, step_s=step_s, compute_s=compute_s)
 
-    def notify_listeners(self, result: StepResult, stats: ExchangeStats) -> None:
+    def notify_listeners(self, result: StepResult, stats: ExchangeStats, *, is_alone: bool) -> None:
         """Call the listeners, and warn once if the exchange takes a large share of the time."""
         self.slowest = result.slowest
         if self._options.codec == "threshold" and not result.is_local:
             self._residual_monitor.add(result, self._groups)
         if not self._has_judged:
-            self._note_times(result)
+            self._note_times(result, is_alone=is_alone)
         for listener in self.listeners:
             listener(result, stats)
 
-    def _note_times(self, result: StepResult) -> None:
+    def _note_times(self, result: StepResult, *, is_alone: bool) -> None:
         self._results += 1
         if self._results <= _WARMUP_STEPS:
             return
@@ -163,10 +163,10 @@ class Meter:
         steps = self._results - _WARMUP_STEPS
         if steps >= _JUDGED_STEPS and len(self._rounds) >= _JUDGED_ROUNDS:
             self._has_judged = True
-            self._judge(sorted(self._rounds))
+            self._judge(sorted(self._rounds), is_alone=is_alone)
             self._rounds.clear()
 
-    def _judge(self, rounds: list[_Times]) -> None:
+    def _judge(self, rounds: list[_Times], *, is_alone: bool) -> None:
         usual = rounds[: len(rounds) * 3 // 4]
         whole_s, ours_s, encode_s, apply_s = map(sum, zip(*usual, strict=True))
         if ours_s <= _SHARE_MAX * whole_s:
@@ -176,7 +176,9 @@ class Meter:
         remedies = [f"every={4 * options.every} exchanges a quarter as often"]
         # Local steps always help. What else helps depends on whether the time goes into passes over memory or into
         # waiting.
-        if wait_s < ours_s / 2.0:
+        if is_alone:
+            remedies = ["this node trains alone, and gradwire gains nothing without others"]
+        elif wait_s < ours_s / 2.0:
             remedies.append("threads= of an Encoder of your own shares the passes over the data")
         else:
             remedies.append("`gradwire top` shows whether one node holds up the others")
