@@ -807,6 +807,9 @@ class Router:
         """
         if self._held is None or not Hello.begins_anew(payload):
             return False
+        known = self._introductions.hellos.get(sender)
+        if known is not None and known.phase is Phase.NEW:
+            return False  # repeated while it waited: that it has begun is still to come
         last, held = self._held
         stream = self._membership.members.get(sender)
         # Messages of a node arrive in order: what it has not sent before the introduction does not come any more.
