@@ -279,29 +279,86 @@ def test_other_batches_are_noticed() -> None:
         Comparison(2, "", curve(), curve(), curve(first_loss=2.1)).check()
 
 
-def test_a_plain_optimiser_averages_what_each_rank_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = """
+PLAIN = """
 import torch, gradwire.torch
 from gradwire.torch.comparison import KINDS, Place, Recorder
 place = Place.from_env()
 recorder = Recorder(KINDS[0], place, place.open_store())
-model = torch.nn.ModuleList([torch.nn.Linear(3, 2), torch.nn.Linear(2, 1), torch.nn.Linear(1, 1)])
+{model}
 with torch.no_grad():
     for param in model.parameters():
         param.fill_(place.rank + 5.0)
-model[2].weight.requires_grad_(False)
 with recorder.watching():
-    optimizer = gradwire.torch.share(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    assert isinstance(optimizer, torch.optim.SGD)
-    model[place.rank](torch.ones(1, 3 - place.rank)).sum().backward()
-    optimizer.step()
-print([param.flatten().tolist() for param in model.parameters()])
+    optimizer = gradwire.torch.share(model, torch.optim.{optimizer}(model.parameters(), lr=1.0))
+    assert isinstance(optimizer, torch.optim.{optimizer})
+    {step}
+print([param.flatten().round(decimals=4).tolist() for param in model.parameters()])
 """
+
+
+def plainly_trained(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, model: str, step: str, optimizer: str = "SGD"
+) -> list[str]:
+    """Return what each of two ranks prints of its parameters, after a step with all-reduce."""
     monkeypatch.setenv(PORT_VARIABLE, str(free_port()))
-    done = run(tmp_path, script, "run", "-n", "2", "--as-machines")
+    script = PLAIN.format(model=model, step=step.replace("\n", "\n    "), optimizer=optimizer)
+    done = run(folder, script, "run", "-n", "2", "--as-machines")
     assert done.returncode == 0, done.stderr
+    return sorted(done.stdout.splitlines())
+
+
+def test_a_plain_optimiser_averages_what_each_rank_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = """
+model = torch.nn.ModuleList([torch.nn.Linear(3, 2), torch.nn.Linear(2, 1), torch.nn.Linear(1, 1)])
+model[2].weight.requires_grad_(False)
+"""
+    step = """
+model[place.rank](torch.ones(1, 3 - place.rank)).sum().backward()
+optimizer.step()
+"""
     # Each of the first two layers has a gradient of ones on one of two ranks.
     expected = [[4.5] * 6, [4.5] * 2, [4.5] * 2, [4.5], [5.0], [5.0]]
-    assert sorted(done.stdout.splitlines()) == [f"[{rank}] {expected}" for rank in range(2)]
+    done = plainly_trained(tmp_path, monkeypatch, model, step)
+    assert done == [f"[{rank}] {expected}" for rank in range(2)]
+
+
+def test_a_plain_optimiser_averages_gradients_that_a_closure_makes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = """
+def closure():
+    optimizer.zero_grad()
+    loss = model(torch.full((1, 2), 2.0 * place.rank)).sum()
+    loss.backward()
+    return loss
+assert optimizer.step(closure).item() == 25.0 * place.rank + 5.0 * (1 - place.rank)
+assert optimizer.step(closure=closure).item() == 20.0 * place.rank + 4.0 * (1 - place.rank)
+"""
+    done = plainly_trained(tmp_path, monkeypatch, "model = torch.nn.Linear(2, 1)", step)
+    assert done == [f"[{rank}] [[3.0, 3.0], [3.0]]" for rank in range(2)]
+
+
+def test_a_plain_optimiser_averages_sparse_gradients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = """
+model(torch.tensor([place.rank, 2, 2])).sum().backward()
+optimizer.step()
+assert model.weight.grad.is_sparse
+"""
+    model = "model = torch.nn.Embedding(4, 1, sparse=True)"
+    # Rows 0 and 1 have a gradient on one rank each, row 2 on both, row 3 on none.
+    done = plainly_trained(tmp_path, monkeypatch, model, step)
+    assert done == [f"[{rank}] [[4.5, 4.5, 3.0, 5.0]]" for rank in range(2)]
+    # The first step of Adam has the size of the rate. It would refuse a dense gradient.
+    done = plainly_trained(tmp_path, monkeypatch, model, step, "SparseAdam")
+    assert done == [f"[{rank}] [[4.0, 4.0, 4.0, 5.0]]" for rank in range(2)]
+
+
+def test_an_optimiser_that_cannot_be_shared_is_refused_before_any_training() -> None:
+    model = torch.nn.Linear(1, 1)
+    recorder = Recorder(KINDS[0], Place(0, 1, "", 0), dist.HashStore())
+    with pytest.raises(TypeError, match="L-BFGS"):
+        recorder.share(model, torch.optim.LBFGS(model.parameters()))

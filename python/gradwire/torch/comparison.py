@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ..rendezvous import placement
-from .share import share
+from .share import check_kinds, share
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -442,6 +442,7 @@ class Recorder:
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, **options: Any
     ) -> Any:
         """Return an optimiser that trains the model in this recorder's way; of the first, the steps are measured."""
+        check_kinds(model, optimizer)  # before the trainings with all-reduce, which would take any
         if self._kind == KINDS[2]:
             made: Any = share(model, optimizer, **options)
         else:
@@ -463,14 +464,15 @@ class Recorder:
         for tensor in (*model.parameters(), *model.buffers()):
             group.broadcast(tensor.detach(), 0).wait()
 
-        def average(averaged: torch.optim.Optimizer, *_: Any) -> None:
+        def average(averaged: torch.optim.Optimizer) -> None:
             begin_s = time.monotonic()
-            grads = [
-                _grad(param)
+            params = [
+                param
                 for each in averaged.param_groups
                 for param in each["params"]
                 if param.requires_grad
             ]
+            grads = [_grad(param) for param in params]
             ranks = self._place.ranks
             for bucket in _buckets(grads):
                 flat = torch.cat([grad.flatten() for grad in bucket])
@@ -479,9 +481,28 @@ class Recorder:
                 parts = flat.div_(ranks).split([grad.numel() for grad in bucket])
                 for grad, part in zip(bucket, parts, strict=True):
                     grad.copy_(part.view_as(grad))
+            for param, grad in zip(params, grads, strict=True):
+                if param.grad.is_sparse:  # the optimiser may take no others
+                    param.grad = grad.to_sparse(param.grad.sparse_dim())
             self._exchange_s += time.monotonic() - begin_s
 
-        optimizer.register_step_pre_hook(average)
+        def average_before(averaged: torch.optim.Optimizer, given: Any, options: Any) -> Any:
+            is_named = "closure" in options
+            closure = options["closure"] if is_named else next(iter(given[1:]), None)
+            if closure is None:
+                average(averaged)
+                return None
+
+            def with_average() -> Any:
+                loss = closure()  # makes the gradients, inside the step
+                average(averaged)
+                return loss
+
+            if is_named:
+                return given, {**options, "closure": with_average}
+            return (averaged, with_average, *given[2:]), options
+
+        optimizer.register_step_pre_hook(average_before)
         kind = type(optimizer)
         optimizer.__class__ = type(kind.__name__, (_Plain, kind), {})
         return optimizer
@@ -572,10 +593,10 @@ class _Plain(torch.optim.Optimizer):
 
 
 def _grad(param: torch.Tensor) -> torch.Tensor:
-    """Return a parameter's gradient, zeros where this rank has none."""
+    """Return a parameter's gradient, zeros where this rank has none; of a sparse gradient a dense copy."""
     if param.grad is None:
         param.grad = torch.zeros_like(param)
-    return param.grad
+    return param.grad.to_dense() if param.grad.is_sparse else param.grad
 
 
 def _buckets(grads: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..sharing import Density
     from ..transport import Node
 
-__all__ = ["share"]
+__all__ = ["check_kinds", "share"]
 
 _LOG = logging.getLogger(__name__)
 _NAMED_MAX = 8
@@ -86,14 +86,7 @@ def share(
         >>> model(torch.ones(1, 3)).sum().backward()
         >>> optimizer.step()
     """
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, SharedOptimizer):
-        raise TypeError(f"optimizer must be one of torch's, got {type(optimizer).__name__}")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise TypeError(
-            "L-BFGS assumes that only its own steps move the parameters: use it with DistributedDataParallel alone"
-        )
+    check_kinds(model, optimizer)
     ddps = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     is_averaged = any(ddp.process_group.size() > 1 for ddp in ddps)
     if is_averaged and process_group is None and node is None:
@@ -102,12 +95,6 @@ def share(
             "both the process group of this machine's ranks"
         )
     inner: Any = _unwrapped(model)
-    params: list[Any] = parameters_of(optimizer)
-    if any(hasattr(param, "to_local") for param in params):
-        raise TypeError(
-            "the model is sharded (fully_shard): every rank has a part of each parameter, which share cannot tell "
-            "apart; give an Exchange of the local shards to SharedOptimizer, as docs/torch.md shows under FSDP2"
-        )
     names = _names(inner)
     named = _named(names, parameters_of(optimizer, names))
     params = [param for _, param in named]
@@ -178,6 +165,23 @@ def share(
     if process_group is None:
         _look_for_ddp(shared)
     return shared
+
+
+def check_kinds(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise `TypeError` for a model or an optimiser that cannot be shared."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, SharedOptimizer):
+        raise TypeError(f"optimizer must be one of torch's, got {type(optimizer).__name__}")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TypeError(
+            "L-BFGS assumes that only its own steps move the parameters: use it with DistributedDataParallel alone"
+        )
+    if any(hasattr(param, "to_local") for param in parameters_of(optimizer)):
+        raise TypeError(
+            "the model is sharded (fully_shard): every rank has a part of each parameter, which share cannot tell "
+            "apart; give an Exchange of the local shards to SharedOptimizer, as docs/torch.md shows under FSDP2"
+        )
 
 
 def _look_for_ddp(shared: SharedOptimizer) -> None:
