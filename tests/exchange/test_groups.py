@@ -11,10 +11,10 @@ import pytest
 from numpy.typing import NDArray
 
 import gradwire as gw
-from gradwire.exchange import Group, hand_over
+from gradwire.exchange import Group
 
 from ..seeds import seeds
-from .cluster import FakeNode, cluster, run_cluster
+from .cluster import cluster
 
 SHAPES = [(40, 50), (50,), (50, 60), (60,), (3, 4)]
 THRESHOLD = 2.0**-6
@@ -322,18 +322,3 @@ def test_what_are_no_groups_or_no_tensors_is_refused() -> None:
     for options in ({"every": 0}, {"every": "4"}, {"dense_below": "1024"}):
         with pytest.raises((TypeError, ValueError), match=f"{next(iter(options))} must be"):
             gw.Groups.of(tensors(), **options)
-
-
-# --- another exchange follows -----------------------------------------------------------------------------------------
-
-
-def test_an_exchange_that_ends_at_once_takes_no_repeated_introduction_for_the_next_one_s() -> None:
-    def work(node: FakeNode, _: int) -> int:
-        params = np.zeros(8, np.float32)
-        share = gw.Exchange(gw.Encoder(8, threshold=THRESHOLD), node, min_peers=2)
-        share.join(params)
-        return hand_over(share, params).received
-
-    # While it waits for the start a node introduces itself again: whether that comes late depends on the seed.
-    for seed in range(30):
-        assert run_cluster(work, seed=seed) == [2, 2, 2]

@@ -219,7 +219,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
 
     def ignore(self, origins: Iterable[NodeRun]) -> None:
         """Wait for nodes that still take part in trainings which this process has finished, instead of joining them."""
-        self._membership.introductions.ignore(origins)
+        self._start.ignore(frozenset(origins))
 
     def place_shared(self, arrays: Sequence[NDArray[Any]]) -> bool:
         """Keep the shared copy in ``arrays`` from now on; return whether there is a copy."""

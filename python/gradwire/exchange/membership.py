@@ -785,7 +785,7 @@ class Router:
     # ---- receiving ---------------------------------------------------------------------------------------------------
 
     def hold_introductions(self, step: int) -> None:
-        """From now on keep introductions of members that have gone on to another exchange, after ``step``."""
+        """From now on keep introductions of members that have gone on to another exchange, after ``step``; -1: any."""
         self._held = (step, [])
 
     @property

@@ -495,7 +495,7 @@ class Introductions:
         self.incompatible: dict[NodeRun, str] = {}
         self._me = me
         self._names = names
-        self._ignored: set[NodeRun] = set()
+        self._ignored: list[Callable[[Hello], bool]] = []
         self._peers: dict[NodeRun, Peer] = {run_of(me): me}
         self._reasons: dict[NodeRun, str] = {}  # why connections ended
         self.workers: set[NodeRun] = {run_of(me)} if role == "worker" else set()
@@ -639,9 +639,12 @@ class Introductions:
             and hello.role != "observer"
         }
 
-    def ignore(self, origins: Iterable[NodeRun]) -> None:
-        """Take nodes for incompatible while they take part in trainings that these nodes began."""
-        self._ignored.update(origins)
+    def ignore(self, is_of_former: Callable[[Hello], bool]) -> None:
+        """Take nodes for incompatible while their introductions are of a training that has ended here."""
+        self._ignored.append(is_of_former)
+
+    def _is_ignored(self, hello: Hello) -> bool:
+        return any(is_of_former(hello) for is_of_former in self._ignored)
 
     @property
     def excluded(self) -> tuple[tuple[NodeRun, str], ...]:
@@ -660,7 +663,7 @@ class Introductions:
     @property
     def misfits(self) -> int:
         """Number of connected nodes that train something else; those that end an earlier training do not count."""
-        return sum(self.hellos[run].origin not in self._ignored for run in self.incompatible)
+        return sum(not self._is_ignored(self.hellos[run]) for run in self.incompatible)
 
     def exclude(self, run: NodeRun, reason: str) -> None:
         """Take a node for incompatible until its process is started again."""
@@ -689,7 +692,7 @@ class Introductions:
     def _compare(self, run: NodeRun, hello: Hello) -> None:
         before = self.incompatible.pop(run, None)
         # The next training of the same processes: this one is ahead, and must not join the one that it has finished.
-        if hello.origin in self._ignored:
+        if self._is_ignored(hello):
             text = (
                 f"{self.name_of(run)} still takes part in a training that this process has finished"
             )

@@ -476,6 +476,10 @@ class Start:
         self._membership.restart_at(self._replica.step)  # introductions name it
         self._introductions.take_part(training, is_confirmed=bool(training))
 
+    def ignore(self, origins: Collection[NodeRun]) -> None:
+        """Wait for nodes that still take part in trainings that these nodes began, instead of joining them."""
+        self._introductions.ignore(lambda hello: hello.origin in origins)
+
     def hold_introductions(self, step: int) -> None:
         """Keep what members say about the exchange with which they go on after ``step``, for `follow`."""
         self._router.hold_introductions(step)
@@ -483,6 +487,11 @@ class Start:
     def follow(self, before: Start, members: Collection[NodeRun]) -> None:
         """Begin after another exchange on the same node, with those of its members that are still there."""
         self._former_members = frozenset(members)
+        # A member that ends the other exchange a little later may say there that a third one has gone.
+        former = before._introductions.signature["params"]
+        self._introductions.ignore(
+            lambda hello: hello.phase is not Phase.NEW and hello.signature.get("params") == former
+        )
         self._router.replay(before._router.held)
 
     def expect_equalized(self, equalize: bool) -> None:

@@ -184,8 +184,7 @@ class Step:
         payloads = [messages for _, messages in membership.take_updates()]
         self._departure.remove_departed()
         if payloads:
-            nodes = len(membership.peers) + 1
-            self._replica.apply(payloads, params, nodes=nodes, has_moved=True)
+            self._replica.apply(payloads, params, nodes=len(membership.peers) + 1, has_moved=True)
         self._join.serve(params, optimizer_state)
         self._replica.remember(params)
         return len(payloads)
@@ -193,6 +192,7 @@ class Step:
     def leave(self, params: Any, optimizer_state: NodeState) -> StepResult:
         """Send everything that is left as the last update, and say so."""
         replica = self._replica
+        self._router.hold_introductions(-1)  # the others may go on with further parameters now
         self._wait_for_room(params, optimizer_state)
         # What the last local steps have moved is part of the last update. A difference has it, and needs no memory.
         if not replica.is_difference:
