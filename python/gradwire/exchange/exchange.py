@@ -76,7 +76,7 @@ def _metered(take: _Method) -> _Method:
         except BaseException:
             self._replica.forget()  # the parameters may be anything in between
             raise
-        self._meter.notify_listeners(result, self.stats, is_alone=self.total_workers == 1)
+        self._meter.notify_listeners(result, self.stats)
         return result
 
     return metered  # type: ignore[return-value]

@@ -142,13 +142,13 @@ class Meter:
         self.compute_s += compute_s
         return replace(result, step_s=step_s, compute_s=compute_s)
 
-    def notify_listeners(self, result: StepResult, stats: ExchangeStats, *, is_alone: bool) -> None:
+    def notify_listeners(self, result: StepResult, stats: ExchangeStats) -> None:
         """Call the listeners, and warn once if the exchange takes a large share of the time."""
         self.slowest = result.slowest
         if self._options.codec == "threshold" and not result.is_local:
             self._residual_monitor.add(result, self._groups)
         if not self._has_judged:
-            self._note_times(result, is_alone=is_alone)
+            self._note_times(result, is_alone=not stats.members)
         for listener in self.listeners:
             listener(result, stats)
 
