@@ -369,12 +369,6 @@ def test_a_checkpoint_of_one_side_is_loaded_by_the_other() -> None:
     assert crossed[1].threshold == crossed[0].threshold
 
 
-def test_a_fixed_threshold_stays_what_it_is_after_a_checkpoint_of_another_policy() -> None:
-    for encoder in pair(100, threshold=0.0625):
-        encoder.load_state_dict(gw.Encoder(100, 0.5).state_dict())
-        assert encoder.threshold == 0.0625
-
-
 def test_a_new_policy_is_followed_from_the_next_step_on() -> None:
     both = pair(3000, threshold=gw.FixedThreshold(1.0))
     step_both(both, update_of(3000, "float32", 0.1, 1))

@@ -538,20 +538,6 @@ def test_a_bfloat16_flush_never_rounds_to_infinity(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
-def test_a_fixed_threshold_stays_what_it_is_after_a_checkpoint_of_another_policy(
-    policy: ThresholdPolicy,
-) -> None:
-    before = gw.Encoder(100, policy)
-    before.encode(np.full(100, 0.3, np.float32))
-    encoder = gw.Encoder(100, gw.FixedThreshold(0.0625))
-    encoder.load_state_dict(before.state_dict())
-    assert encoder.threshold == 0.0625
-    assert encoder.step == 1
-    for _ in range(3):
-        assert encoder.encode(np.zeros(100, np.float32)).threshold == 0.0625
-
-
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
 def test_a_checkpoint_continues_bit_for_bit(policy: ThresholdPolicy) -> None:
     options: dict[str, Any] = {
         "shakeup": gw.ShakeUp(every=5),

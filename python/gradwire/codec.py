@@ -160,11 +160,11 @@ class ThresholdMemory:
         self.policy_state = policy_state
         self.changed_at = step
 
-    def restore(self, rule: ThresholdRule, state: EncoderState) -> None:
-        """Continue from a checkpoint, with the threshold of `restored`."""
-        threshold, self.policy_state = restored(rule, state)
-        self.set_threshold(threshold)
+    def restore(self, state: EncoderState) -> None:
+        """Continue from a checkpoint."""
+        self.set_threshold(state.threshold)
         self.changed_at = state.changed_at
+        self.policy_state = state.policy_state
 
     def sample(
         self,
@@ -216,13 +216,6 @@ def continued(
     if given is None:
         return first, policy_state
     return given, policy_state._replace(trend=FIRST_TREND)
-
-
-def restored(rule: ThresholdRule, state: EncoderState) -> tuple[float, PolicyState]:
-    """Return threshold and memory of a rule after a checkpoint, perhaps of another: a fixed threshold has neither."""
-    if isinstance(rule.policy, FixedThreshold):
-        return begin(rule.policy)
-    return state.threshold, state.policy_state
 
 
 class Encoder:
@@ -582,7 +575,8 @@ class Encoder:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``, bit for bit; the residual is copied into the encoder's memory.
 
-        The threshold goes on from that of the state, but a ``FixedThreshold`` has its own.
+        The threshold is that of the state, also with a ``FixedThreshold``; ``set_policy(encoder.policy)`` goes back to
+        the policy's own.
 
         Raises:
             ValueError: the state has another format, size or dtype; the encoder is unchanged.
@@ -590,7 +584,7 @@ class Encoder:
         checked = EncoderState.of(state, self.numel, self.dtype)
         self.make_residual()
         self.residual[...] = checked.residual
-        self._memory.restore(self._rule, checked)
+        self._memory.restore(checked)
         self._step = checked.step
 
     def __reduce__(self) -> Any:

@@ -18,7 +18,6 @@ from .codec import (
     checked_threshold,
     continued,
     dense_dtype,
-    restored,
     shakeup_threshold,
 )
 from .partition import Partition
@@ -233,7 +232,7 @@ class CudaEncoder(Encoder, device="cuda"):
         ).as_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``, bit for bit, as on the CPU. Waits for the device.
+        """Continue from ``state``, bit for bit. Waits for the device.
 
         Raises:
             ValueError: the state has another format, size or dtype; the encoder is unchanged.
@@ -241,8 +240,9 @@ class CudaEncoder(Encoder, device="cuda"):
         checked = EncoderState.of(state, self.numel, self.dtype)
         self.make_residual()
         self._device_core.residual_from_host(checked.residual)
-        threshold, policy_state = restored(self._rule, checked)
-        self._device_core.set_state(threshold, checked.step, checked.changed_at, *policy_state)
+        self._device_core.set_state(
+            checked.threshold, checked.step, checked.changed_at, *checked.policy_state
+        )
 
     def __repr__(self) -> str:
         return f"<gradwire.Encoder {self.dtype}[{self.numel}] key={self.key} device={self.device}>"

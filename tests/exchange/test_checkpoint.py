@@ -253,14 +253,14 @@ def test_nothing_is_loaded_of_a_state_that_fits_one_encoder_only() -> None:
 
 
 def divided(*tensors: tuple[int, ...]) -> gw.Groups:
-    """Return groups of three arrays with 20, 5 and 10 elements, and first thresholds of 1, 2, ..."""
+    """Return groups of three arrays with 20, 5 and 10 elements, and thresholds of 1, 2, ..."""
     sizes = (20, 5, 10, 1)
-    groups = []
-    for key, indices in enumerate(tensors):
-        policy = gw.StepThreshold(initial=1.0 + key)
-        encoder = gw.Encoder(sum(sizes[index] for index in indices), policy, key=key)
-        groups.append(Group(encoder, indices))
-    return gw.Groups(groups)
+    return gw.Groups(
+        [
+            Group(gw.Encoder(sum(sizes[index] for index in indices), 1.0 + key, key=key), indices)
+            for key, indices in enumerate(tensors)
+        ]
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"every": 2}], ids=str)
