@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -303,6 +304,60 @@ def test_a_node_without_a_launcher_is_alone_and_needs_no_secret(
     with gw.Node.from_env() as node:
         assert node.expected_peers == 0
         assert node.address.startswith("127.0.0.1:")
+
+
+def test_a_run_that_may_begin_with_any_number_is_found_by_the_ranks_that_come_late(
+    environment: pytest.MonkeyPatch,
+) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        port = str(reserved.getsockname()[1])
+    alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", rendezvous.MIN_PEERS: "0"}
+    for name, value in {
+        **TORCHRUN,
+        **alone,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }.items():
+        environment.setenv(name, value)
+
+    def start(rank: str) -> tuple[gw.Node, gw.Exchange]:
+        environment.setenv("RANK", rank)
+        node = gw.Node.from_env(per_machine=True)
+        return node, gw.Exchange(gw.Encoder(8), node, timeout_s=10.0)
+
+    params, others = np.ones(8, np.float32), np.zeros(8, np.float32)
+    first_node, first = start("0")
+    with first_node:
+        assert first.join(params).members == ()
+        late_node, late = start("1")
+        with late_node, ThreadPoolExecutor(1) as pool:
+            visit = pool.submit(lambda: (late.join(others), late.leave(others)))
+            while not visit.done():
+                first.step(np.zeros(8, np.float32), params)
+            assert visit.result()[0].is_late
+            assert others.all()
+
+
+@pytest.mark.parametrize(
+    ("variables", "bind"),
+    [
+        ({**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0"}, "0.0.0.0:29500"),
+        ({**TORCHRUN, "WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}, "127.0.0.1:0"),
+        ({**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"}, "127.0.0.1:0"),
+        ({"GRADWIRE_PEERS": ","}, "127.0.0.1:0"),
+        ({"GRADWIRE_PEERS": "10.1.1.7:40123"}, "0.0.0.0:0"),
+        ({}, "127.0.0.1:0"),
+    ],
+)
+def test_a_node_that_begins_alone_is_reached_if_its_run_has_others(
+    variables: dict[str, str], bind: str
+) -> None:
+    local_size = {"LOCAL_WORLD_SIZE": "1"} if variables.get("WORLD_SIZE") == "1" else {}
+    place = placement({**variables, **local_size, "GRADWIRE_MIN_PEERS": "0"})
+    assert place.node_options(per_machine=True)["bind"] == bind
+    assert place.is_alone(per_machine=True) == bind.startswith("127")
+    assert place.expected_peers(per_machine=True) == 0
 
 
 def test_a_run_of_several_nodes_never_goes_on_alone_and_names_who_is_missing(

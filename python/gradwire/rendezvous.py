@@ -97,8 +97,18 @@ class Placement:
         """
         if self.min_peers is not None:
             return self.min_peers
-        if self.peers is not None:
-            return None
+        return None if self.peers is not None else self._others(per_machine)
+
+    def is_alone(self, *, per_machine: bool = False) -> bool:
+        """Return whether this node expects no other, knows none, and is not looked for.
+
+        With ``GRADWIRE_MIN_PEERS=0`` a node of a run of several begins alone, and late ones come to it or to rank 0.
+        """
+        has_others = self.peers is not None or (bool(self.seed) and self._others(per_machine) > 0)
+        return self.expected_peers(per_machine=per_machine) == 0 and not has_others
+
+    def _others(self, per_machine: bool) -> int:
+        """Return the number of other nodes that the launcher knows."""
         size = self.size or 1
         machines = self.machines or -(-size // self.local_size)
         return (machines if per_machine else size) - 1
@@ -111,9 +121,10 @@ class Placement:
         """
         expected = self.expected_peers(per_machine=per_machine)
         options: dict[str, Any] = {} if self.rank is None else {"node_id": self.rank}
-        if self.peers is not None or expected == 0:
-            local = "127.0.0.1:0" if expected == 0 else "0.0.0.0:0"
-            return {"bind": self.bind or local, "peers": self.peers or (), **options}
+        if self.is_alone(per_machine=per_machine):
+            return {"bind": self.bind or "127.0.0.1:0", "peers": (), **options}
+        if self.peers is not None:
+            return {"bind": self.bind or "0.0.0.0:0", "peers": self.peers, **options}
         if not self.seed:
             if self.bind is not None:  # the others come to this node
                 return {"bind": self.bind, "peers": (), **options}

@@ -653,7 +653,7 @@ class TrainingMaker:
         # What the parameters differ by from the shared ones needs no memory of its own, but clipping changes it.
         self._keeps_residual = not self._checked.apply_residual or clip is not None
         self._run: str | None = None
-        if self._is_team or (node is None and place.expected_peers() != 0):
+        if self._is_team or (node is None and not place.is_alone()):
             self._run = f"{rendezvous.name_of(place)} {self._rank}"
         self._finished: list[Any] = []  # the nodes that began the earlier trainings of this process
         self._teams = 0
