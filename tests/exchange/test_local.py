@@ -229,6 +229,18 @@ def test_every_worker_knows_what_the_machine_has_sent() -> None:
     assert other == lead
 
 
+def test_a_worker_without_rank_0_says_that_it_may_have_failed(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(local, "_WARN_S", 0.02)
+    with (
+        LocalTeam(name, size=2, rank=1, timeout_s=0.1) as other,
+        pytest.raises(TimeoutError, match="did not come"),
+    ):
+        other.attach(tensors())
+    assert "has failed (see its output), and is waited for up to 0.1 s" in caplog.text
+
+
 def test_a_worker_that_does_not_come_is_missed_by_the_others() -> None:
     with (
         LocalTeam("alone", tensors(), size=2, rank=0, timeout_s=0.05) as alone,

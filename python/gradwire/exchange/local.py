@@ -216,7 +216,10 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
                     "start_timeout_s (share) or timeout_s (LocalTeam)"
                 )
             if clock.now_s() >= warn_s:
-                _LOG.warning("rank 0 of this machine is late, and waited for")
+                _LOG.warning(
+                    "rank 0 of this machine is late, or has failed (see its output), and is waited for up to %g s",
+                    self.timeout_s,
+                )
                 warn_s += _WARN_S
             clock.sleep(_PAUSE_MAX_S)
         # Memory of another layout would give every worker other parameters without a word.
@@ -271,10 +274,7 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
             fence()
         for finalizer in reversed(self._finalizers):
             finalizer()
-        self.params = []
-        self.total = []
-        self.shared = []
-        self._slots = []
+        self.params, self.total, self.shared, self._slots = [], [], [], []
 
     @property
     def is_closed(self) -> bool:
