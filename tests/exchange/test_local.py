@@ -187,6 +187,48 @@ def test_what_the_leader_s_step_raises_all_workers_raise(options: Any) -> None:
     np.testing.assert_array_equal(flat(outcomes[0][0]) + residual, put_in)
 
 
+@residuals
+@pytest.mark.parametrize("other", [0, 1])
+def test_different_calls_of_workers_are_refused_and_nothing_is_half_applied(
+    other: int, options: Any
+) -> None:
+    def work(rank: int, share: LocalExchange) -> Any:
+        params = tensors()
+        share.join(params)
+        share.step(tensors(rank), params)
+        before = flat(params)
+        said = f"local rank {other} called catch_up"
+        with pytest.raises(RuntimeError, match=said) as caught:
+            share.catch_up(params) if rank == other else share.step(tensors(2), params)
+        assert f"local rank {1 - other} called step" in str(caught.value)
+        np.testing.assert_array_equal(flat(params), before)
+        share.catch_up(params)
+        assert share.step(tensors(3 + rank), params).step == 1
+        return share.shared(params), share.step_number, state_of_leader(share)
+
+    outcomes, _ = run_team(work, 2, reduction="sum", **options)
+    assert [step_number for _, step_number, _ in outcomes] == [2, 2]
+    residual = outcomes[0][2]["encoders"][0]["residual"]
+    put_in = sum(flat(tensors(seed)) for seed in (0, 1, 3, 4))
+    np.testing.assert_array_equal(flat(outcomes[0][0]) + residual, put_in)
+
+
+def test_a_worker_may_leave_while_the_others_step() -> None:
+    def work(rank: int, share: LocalExchange) -> Any:
+        params = tensors()
+        share.step(tensors(rank), params)
+        if rank:
+            share.leave(params)
+            share.team.close()
+            return None
+        share.step(tensors(2), params)
+        assert share.step(tensors(3), params).step == 2
+        return flat(params)
+
+    outcomes, _ = run_team(work, 2, reduction="sum", codec="dense")
+    np.testing.assert_array_equal(outcomes[0], sum(flat(tensors(seed)) for seed in range(4)))
+
+
 @pytest.mark.parametrize("is_in_step", [False, True])
 def test_an_interrupted_call_of_the_leader_ends_for_all_workers(
     is_in_step: bool, monkeypatch: pytest.MonkeyPatch

@@ -61,7 +61,7 @@ HAS_UPDATES = 2
 _OUTCOME_BYTES = 1 << 16
 
 # One word of a row for every worker.
-_ROWS = 8
+_ROWS = 9
 _ARRIVED = 0
 _TAKES_PART = 1
 _IS_NEW = 2
@@ -70,6 +70,8 @@ _REDUCED = 4
 _WRITTEN = 5
 _BEGINS_AT = 6  # number of the training's step at a worker's first call
 _HAS_LEFT = 7
+_CALL = 8  # index in _CALLS
+_CALLS = ("step", "catch_up", "join", "leave", "resync", "wait_for_peers", "add_param_group")
 
 # Waiting: the pause between two looks at the memory, and the time between two looks at the others' locks.
 _PAUSE_S = 0.00005
@@ -577,29 +579,17 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
         self._moved: list[Any] = []  # samples of the workers' sums since the last exchange
         self.agreement = Agreement() if exchange is None else exchange.agreement
         self._written: Arrays = []  # by the caller, since the last call
-        self._loaded_step = (
-            0  # number of the next step of a checkpoint, where the leader has the rest
-        )
-
-    @property
-    def rank(self) -> int:
-        """This worker's place in the team; 0 has the node."""
-        return self.team.rank
-
-    @property
-    def workers(self) -> int:
-        """Number of workers of the team."""
-        return self.team.workers
+        # Number of the next step of a checkpoint, where the leader has the rest.
+        self._loaded_step = 0
+        self.rank = team.rank  # 0 has the node
+        self.workers = team.workers
+        self.members: tuple[Peer, ...] = ()  # the machine's, after the first call
+        self.total_workers = team.workers  # of all machines, after the first call
 
     @property
     def present(self) -> int:
         """Number of workers that took part in the last call."""
         return self.team.present
-
-    @property
-    def total_workers(self) -> int:
-        """The machine's `Exchange.total_workers`; before the first call those of this machine."""
-        return self.team.workers if self._outcome is None else self._outcome.total_workers
 
     @property
     def next_step(self) -> int:
@@ -616,11 +606,6 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
         return self._loaded_step if self._outcome is None else self._outcome.step_number
 
     @property
-    def members(self) -> tuple[Peer, ...]:
-        """The machine's `Exchange.members`; known after the first call."""
-        return () if self._outcome is None else self._outcome.members
-
-    @property
     def stats(self) -> ExchangeStats:
         """The machine's `Exchange.stats` after the last call.
 
@@ -633,7 +618,7 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
 
     def wait_for_peers(self) -> tuple[Peer, ...]:
         """See `Exchange.wait_for_peers`."""
-        return self._call_together(lambda lead: lead.wait_for_peers())
+        return self._call_together("wait_for_peers", lambda lead: lead.wait_for_peers())
 
     def join(
         self, params: Any, optimizer_state: OptimizerState = (), *, equalize: bool = False
@@ -641,6 +626,7 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
         """See `Exchange.join`; all workers then have the leader's ``params``, with ``equalize`` also its state."""
         self._equalizes = equalize
         joined: Any = self._call_together(
+            "join",
             lambda lead: lead.join(self.team.params, optimizer_state, equalize=equalize),
             params,
             state=optimizer_state,
@@ -653,6 +639,7 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
     def resync(self, params: Any, optimizer_state: OptimizerState = ()) -> Joined:
         """See `Exchange.resync`."""
         return self._call_together(
+            "resync",
             lambda lead: lead.resync(self.team.params, optimizer_state),
             params,
             state=optimizer_state,
@@ -680,22 +667,19 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
             changes = difference(writable_views(params), self.team.params)
             pairs = zip(update, changes, strict=True)
             update = [array.reshape(change.shape) + change for array, change in pairs]
-        return self._call_together(
-            lambda lead: self._lead_step(lead, optimizer_state),
-            params,
-            update,
-            optimizer_state,
-        )
+        return self._step(params, update, optimizer_state)
 
     def step_moved(self, params: Any, optimizer_state: OptimizerState = ()) -> StepResult:
         """See `Exchange.step_moved`: the difference to the team's parameters is this worker's update."""
-        return self._call_together(
-            lambda lead: self._lead_step(lead, optimizer_state),
-            params,
-            views(params),
-            optimizer_state,
-            has_moved=True,
-        )
+        return self._step(params, views(params), optimizer_state, has_moved=True)
+
+    def _step(
+        self, params: Any, update: Arrays, state: OptimizerState, *, has_moved: bool = False
+    ) -> StepResult:
+        def lead_step(lead: Exchange) -> StepResult:
+            return self._lead_step(lead, state)
+
+        return self._call_together("step", lead_step, params, update, state, has_moved=has_moved)
 
     @property
     def _is_measured(self) -> bool:
@@ -717,12 +701,14 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
 
     def catch_up(self, params: Any, timeout_s: float = 0.0) -> int:
         """See `Exchange.catch_up`."""
-        return self._call_together(lambda lead: lead.catch_up(self.team.params, timeout_s), params)
+        return self._call_together(
+            "catch_up", lambda lead: lead.catch_up(self.team.params, timeout_s), params
+        )
 
     def leave(self, params: Any, optimizer_state: OptimizerState = ()) -> StepResult:
         """See `Exchange.leave`."""
         return self._call_together(
-            lambda lead: lead.leave(self.team.params, optimizer_state), params
+            "leave", lambda lead: lead.leave(self.team.params, optimizer_state), params
         )
 
     def shared(self, params: Any) -> Arrays:
@@ -773,6 +759,7 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
 
     def _call_together(
         self,
+        name: str,
         action: Callable[[Exchange], _Result],
         params: Any = None,
         update: Arrays | None = None,
@@ -783,6 +770,7 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
         """Add this worker's update, let the leader act, and copy the resulting parameters.
 
         Args:
+            name: of the call, see ``_CALLS``.
             action: of the leader.
             params: of this worker; None: they stay as they are.
             update: of this worker; None: the action needs none.
@@ -802,6 +790,7 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
         # A worker that takes the place of a dead one begins with whatever the others do, without an update.
         last_call = team.started_call if self._call is None else self._call
         written = int(digest_of(self._written), 16) if self._written else 0
+        team._rows[_CALL, team.rank] = _CALLS.index(name)  # the leader reads it within the call
         call = team.begin_call(
             last_call + 1,
             update,
@@ -814,11 +803,13 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
         team.end_call(call)
         self._written = []
         self._outcome = outcome = team.read_outcome()
+        self.members = outcome.members
+        self.total_workers = outcome.total_workers
         self.agreement.load(outcome.agreement)
         self.agreement.outer_momentum = outcome.outer_momentum
         # Only a worker that has no state of its own takes the leader's: a new one, or all of them where the machine
         # joined late.
-        is_new = self._call is None or _is_late(outcome.result)
+        is_new = self._call is None or getattr(outcome.result, "is_late", False)
         if outcome.state_file and is_new and self.exchange is None:
             team.take_state(as_state(state), outcome.state_file)
         if self._call is None and call > 1 and outcome.error is None:
@@ -852,17 +843,17 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
         state_file = ""
         # All workers are in this call, so they have taken the state that was left in an earlier one.
         team.remove_state()
-        if team.senders:
-            exchange.set_team(len(team.senders), sends_mean=team.reduction == "mean")
         try:
-            _check_workers(team, begins=self._call is None)
+            _check_workers(team)
+            if team.senders:
+                exchange.set_team(len(team.senders), sends_mean=team.reduction == "mean")
             has_shared = bool(self._written) and exchange.place_shared(team.shared)
             if has_shared and team.adopt_written(self._written):
                 exchange.note_written(team.params, self._written)
             result = action(exchange)
             # Workers that go on from checkpoints have their own.
             begins = self._equalizes and not (exchange.next_step or exchange.has_local_steps)
-            if team.has_newcomers or begins or _is_late(result):
+            if team.has_newcomers or begins or getattr(result, "is_late", False):
                 arrays = as_state(state).export()
                 if arrays:
                     state_file = team.publish_state(arrays)
@@ -914,6 +905,7 @@ def hand_over(
         return single.hand_over(exchange, params, optimizer_state)
     team = exchange.team
     return exchange._call_together(
+        "add_param_group",
         lambda lead: single.hand_over(lead, team.params, optimizer_state, team.total),
         params,
         views(params),
@@ -947,25 +939,19 @@ def _put_update(slots: Arrays, update: Arrays, before: Arrays | None) -> None:
 
 def _add_up(total: NDArray[Any], updates: Sequence[NDArray[Any]], factor: Any) -> None:
     """Add updates to a total in place, all times a factor."""
-    if factor == 1.0:
-        for update in updates:
-            total += update
-        return
-    total *= factor
+    if factor != 1.0:
+        total *= factor
     for update in updates:
-        total += update * factor
+        total += update if factor == 1.0 else update * factor
 
 
-def _check_workers(team: LocalTeam, *, begins: bool) -> None:
+def _check_workers(team: LocalTeam) -> None:
     """Refuse a call of the leader that its workers cannot make together.
-
-    Args:
-        team: of the leader.
-        begins: whether this is the first call.
 
     Raises:
         PeerLost: a worker has died, and the team needs all.
         Mismatch: the workers have loaded checkpoints of different steps.
+        RuntimeError: the workers have called different methods. Updates would be lost, and the workers be a step apart.
     """
     if team._lost and team.needs_all:
         ranks = ", ".join(map(str, sorted(team._lost)))
@@ -973,20 +959,28 @@ def _check_workers(team: LocalTeam, *, begins: bool) -> None:
             f"local rank {ranks} of this machine has died: the others stop, because the launcher starts all local "
             "ranks again, or ends them"
         )
-    members = np.flatnonzero(team._rows[_TAKES_PART]).tolist()
-    numbers = {rank: int(team._rows[_BEGINS_AT, rank]) for rank in members}
-    if begins and len(set(numbers.values())) > 1:
-        steps = ", ".join(f"local rank {rank} at {step}" for rank, step in numbers.items())
+    rows = team._rows
+    members = np.flatnonzero(rows[_TAKES_PART]).tolist()
+    if rows[_IS_NEW, 0] and len(set(rows[_BEGINS_AT, members].tolist())) > 1:
+        steps = ", ".join(f"local rank {rank} at {rows[_BEGINS_AT, rank]}" for rank in members)
         raise Mismatch(
             f"the ranks of this machine begin at different steps of the training: {steps}. Load checkpoints of the "
             "same step on all ranks (without one a rank begins at 0): of the newest step of which all have one; a "
             "rank whose own is lost may load that of local rank 0"
         )
-
-
-def _is_late(result: Any) -> bool:
-    """Return whether the leader has taken parameters and state from another machine."""
-    return isinstance(result, Joined) and result.is_late
+    calls = {}
+    for rank in members:
+        call = _CALLS[int(rows[_CALL, rank])]
+        # A worker that comes late begins with whatever the others do, and a worker may leave at any time.
+        is_late = rows[_IS_NEW, rank] > rows[_IS_NEW, 0] or (rank > 0 and call == "join")
+        if not is_late and call != "leave":
+            calls[rank] = call
+    if len(set(calls.values())) > 1:
+        text = ", ".join(f"local rank {rank} called {call}" for rank, call in calls.items())
+        raise RuntimeError(
+            f"{text}: all ranks of a machine make the same calls in the same order, catch_up before an evaluation as "
+            "well; nothing was exchanged, and the updates of these calls are lost"
+        )
 
 
 def _clean(path: Path, process: int) -> None:
