@@ -21,7 +21,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import clock
+from .. import clock, errors
 from ..agreement import Agreement, sample_of
 from ..arrays import Arrays, copies, difference, on_host, put, views, writable_views
 from ..errors import Closed, GradwireError, Mismatch, NotCopied, PeerLost, is_failure
@@ -696,6 +696,12 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
             lead.agreement.measure(lead.next_step, moved)
         try:
             return lead.step(self.team.total, self.team.params, optimizer_state)
+        except errors.NonFiniteUpdate as error:
+            # The leader's own update has become the sum; the others' are as they were.
+            updates = zip(self.team.senders[1:], self.team.others_updates, strict=True)
+            bad = {rank for rank, parts in updates for part in parts if not np.isfinite(part).all()}
+            error.args = (f"local rank {', '.join(map(str, sorted(bad or {0})))}: {error}",)
+            raise
         finally:
             self._moved = moved if lead.has_local_steps else []
 
