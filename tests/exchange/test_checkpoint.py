@@ -196,6 +196,7 @@ def test_states_that_do_not_belong_together_are_refused() -> None:
         ([{**good[0], "local_steps": 2}], "2 local steps"),
         ([{**good[0], "format": 99}], "format 99"),
         ([{"exchange": good[0]}], r'give state\["exchange"\]'),
+        ([good[0], {"step_number": 0}], "of another local rank than 0.* number of machines"),
     ):
         with pytest.raises(ValueError, match=complaint):
             redistribute(bad, 1)

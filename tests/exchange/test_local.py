@@ -849,6 +849,34 @@ def test_a_state_of_another_rank_is_not_the_leader_s(
     assert "checkpoint of local rank 0" in caplog.text
 
 
+@pytest.mark.parametrize("others", ["result", "number"])
+def test_states_of_teams_are_merged_for_another_number_of_machines(others: str) -> None:
+    def save(rank: int, share: LocalExchange) -> Any:
+        share.step(tensors(rank), tensors())
+        return share.state_dict()
+
+    first, other = (run_team(save, workers, reduction="sum")[0] for workers in (2, 1))
+    states = [first[0], {**other[0], "training": first[0]["training"]}]  # as if of one training
+    with pytest.raises(ValueError, match="another local rank than 0"):
+        gw.exchange.redistribute([*states, first[1]], 1)
+    [merged] = gw.exchange.redistribute(states, 1, reduction="sum")
+    unsent = sum(state["encoders"][0]["residual"] for state in states)
+    np.testing.assert_array_equal(merged["encoders"][0]["residual"], unsent)
+
+    def go_on(rank: int, share: LocalExchange) -> Any:
+        is_number = rank > 0 and others == "number"
+        share.load_state_dict({"step_number": merged["step_number"]} if is_number else merged)
+        params = tensors()
+        assert share.step_number == 1
+        assert share.step(tensors(), params).step == 1
+        return flat(params), state_of_leader(share)
+
+    outcomes, _ = run_team(go_on, 3, reduction="sum")
+    rest = outcomes[0][1]["encoders"][0]["residual"]
+    for params, _ in outcomes:
+        np.testing.assert_array_equal(params + rest, unsent)
+
+
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [

@@ -220,7 +220,8 @@ def redistribute(
 
     Args:
         states: of all old workers, by rank, taken after the same step; not modified. Those of shared optimisers are
-            under "gradwire" in ``SharedOptimizer.state_dict``.
+            under "gradwire" in ``SharedOptimizer.state_dict``. A machine with several ranks is one worker, whose state
+            its local rank 0 has.
         world_size: of the new world, 1 or more.
         reduction: of the exchange. The mean over another number of nodes weighs every node differently; with "mean" the
             residuals are multiplied by new / old number, so that they add the same to the parameters as before.
@@ -230,7 +231,7 @@ def redistribute(
 
     Raises:
         ValueError: the states are not of one run and step, or were taken between exchanges of local steps, or one is
-            there twice.
+            there twice, or is of another local rank than 0.
 
     >>> import numpy as np, gradwire as gw
     >>> states, node = [], gw.Node("127.0.0.1:0", secret=bytes(range(32)))
@@ -257,6 +258,12 @@ def redistribute(
                 raise ValueError(
                     f'a state of gradwire.share has that of its exchange in it: give state["{name}"] of every state'
                 )
+        if "encoders" not in state and "step_number" in state:
+            # Left out without a word, the ranks would still be counted in ``world_size``.
+            raise ValueError(
+                "a state is of another local rank than 0, and has no residual: give one state for every machine, that "
+                "of its local rank 0, and the new number of machines as world_size"
+            )
         _check_keys(state)
         if state["local_steps"]:
             raise ValueError(
