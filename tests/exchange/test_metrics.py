@@ -24,7 +24,7 @@ import pytest
 import gradwire as gw
 from gradwire import clock
 from gradwire.cli import main, top
-from gradwire.exchange import MetricsCollector, log_every
+from gradwire.exchange import MetricsCollector, log_every, metrics
 from gradwire.exchange.metrics import ResidualMonitor, socket_folder
 
 from .cluster import FakeNode, cluster, run_cluster
@@ -244,8 +244,8 @@ def test_a_collector_without_prometheus_client_says_what_to_install(
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    return tmp_path / "gradwire"
+    monkeypatch.setattr(metrics, "_SOCKETS", tmp_path)
+    return tmp_path / f"gradwire-{os.getuid()}"
 
 
 def test_nothing_is_offered_unless_asked_for(
@@ -293,6 +293,46 @@ def test_top_shows_rates_and_peers(
     del share
     gc.collect()
     assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "place", ["missing", "long" * 30, "file", "of-another-user"], ids=lambda place: place[:15]
+)
+def test_a_training_goes_on_where_top_cannot_show_it(
+    place: str,
+    node: gw.Node,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / place
+    if place == "file":
+        folder.touch()
+    elif place != "missing":
+        folder.mkdir()
+    if place == "of-another-user":
+        user = os.getuid()
+        (folder / f"gradwire-{user + 1}").mkdir()
+        monkeypatch.setattr(os, "getuid", lambda: user + 1)
+    monkeypatch.setattr(metrics, "_SOCKETS", folder)
+    monkeypatch.setenv("GRADWIRE_TOP", "1")
+    share = gw.Exchange(gw.Encoder(4, 0.5), node, min_peers=0)
+    step(share)
+    [text] = [text for text in caplog.messages if "gradwire top" in text]
+    assert "cannot show this process, which goes on: " in text
+    if not place.startswith("long"):  # the path of a folder may be longer than that of a socket
+        assert main(["top"]) == 1
+        [line] = capsys.readouterr().err.splitlines()
+        assert line.startswith("gradwire top: ")
+        assert str(folder) in line
+
+
+def test_the_sockets_folder_does_not_depend_on_the_session(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/4711")
+    assert socket_folder() == folder
 
 
 def test_a_node_that_trains_alone_gets_no_advice_about_others(

@@ -39,7 +39,11 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Show tables until interrupted, and return the exit status."""
-    before = pages()
+    try:
+        before = pages()
+    except OSError as error:
+        print(f"gradwire top: {error}", file=sys.stderr)
+        return 1
     if not before:
         print(
             "gradwire top: found no training of this user; start it with GRADWIRE_TOP=1 in the environment",

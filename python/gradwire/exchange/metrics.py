@@ -74,6 +74,7 @@ _GAUGES = {
     "receive_queue_bytes",
 }
 _ANSWER_S = 1.0  # longest wait for an answer under way
+_SOCKETS = Path("/tmp")  # noqa: S108
 _SHUT_RDWR = 2  # of the module ``socket``, which only the transport imports
 _PER_PEER = ("srtt_s", "rate_bytes_per_s", "loss_rate", "backlog_records")
 
@@ -405,9 +406,11 @@ def socket_folder() -> Path:
 
     Raises:
         PermissionError: the folder belongs to another user.
+        OSError: the folder cannot be created.
     """
-    given = os.environ.get("XDG_RUNTIME_DIR")
-    folder = Path(given) / "gradwire" if given else Path(f"/tmp/gradwire-{os.getuid()}")  # noqa: S108
+    # Not in XDG_RUNTIME_DIR: a batch job, a container or ``sudo`` may have another session's value, which names a
+    # folder that does not exist there or is another user's, and ``gradwire top`` is called in a session of its own.
+    folder = _SOCKETS / f"gradwire-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
@@ -416,7 +419,10 @@ def socket_folder() -> Path:
 
 
 def serve_snapshot(exchange: _HasMetrics) -> None:
-    """Serve an exchange's figures to ``gradwire top`` as long as it lives, from a thread, where the user wants it."""
+    """Serve an exchange's figures to ``gradwire top`` as long as it lives, from a thread, where the user wants it.
+
+    Without a place for the socket the exchange goes on unseen.
+    """
     if not os.environ.get("GRADWIRE_TOP"):
         return
     from socketserver import StreamRequestHandler, UnixStreamServer
@@ -428,9 +434,13 @@ def serve_snapshot(exchange: _HasMetrics) -> None:
             with suppress(OSError):  # the reader is gone
                 self.wfile.write(json.dumps((snapshot() or dict)()).encode())
 
-    path = socket_folder() / f"{os.getpid()}-{id(exchange):x}.sock"
-    path.unlink(missing_ok=True)  # of a dead process with the same number
-    server = UnixStreamServer(str(path), Handler)
+    try:
+        path = socket_folder() / f"{os.getpid()}-{id(exchange):x}.sock"
+        path.unlink(missing_ok=True)  # of a dead process with the same number
+        server = UnixStreamServer(str(path), Handler)
+    except OSError as error:
+        _LOG.warning("`gradwire top` cannot show this process, which goes on: %s", error)
+        return
 
     is_over = threading.Event()
 
