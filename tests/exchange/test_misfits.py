@@ -14,7 +14,16 @@ import pytest
 import gradwire as gw
 from gradwire.exchange import Group, Groups, StepResult, join
 from gradwire.exchange.metrics import ResidualMonitor
-from gradwire.exchange.protocol import TAG_NUMBERS, Hello, Kind, Phase, run_of, tag_of
+from gradwire.exchange.protocol import (
+    TAG_NUMBERS,
+    Hello,
+    Introductions,
+    Kind,
+    Phase,
+    run_of,
+    tag_of,
+)
+from gradwire.transport import Peer
 
 from ..seeds import seeds
 from .cluster import Cluster, FakeNode, cluster, run_cluster
@@ -414,6 +423,24 @@ def test_a_step_below_min_members_names_who_went_and_why(goes: str, reason: str)
         ]
         world.run()
     assert workers[0].result == f"1 of at least 2 members are left: 127.0.0.1:1002 {reason}"
+
+
+def test_of_many_that_went_the_last_are_named_first() -> None:
+    peers = [Peer(number, 1, f"host-{number}") for number in range(9)]
+    introductions = Introductions(peers[0], {}, {}, "member", 1 << 20)
+    runs = list(map(introductions.register, peers))
+    assert introductions.describe_departed() == ""
+    for run in runs[1:4]:
+        introductions.forget(run, "is silent")
+    assert introductions.describe_departed() == (
+        "host-3 is silent, host-2 is silent, host-1 is silent"
+    )
+    for run in runs[4:8]:
+        introductions.forget(run, "crashed")
+    assert introductions.describe_departed() == (
+        "host-7 crashed, host-6 crashed, host-5 crashed, host-4 crashed, host-3 is silent, and 2 more"
+    )
+    assert introductions.describe_departed(runs[1:8]).count("host") == 7
 
 
 def test_a_run_that_begins_below_min_members_is_told_so() -> None:

@@ -56,6 +56,7 @@ TAG_NUMBERS = 1 << 56  # ``divmod(tag, TAG_NUMBERS)`` is kind and number
 _RELAY = struct.Struct("<QQQ")
 DROPPED = "has gone on without this node"  # why a connection has ended
 STEP_S_MAX = 86_400.0  # between two exchanges
+_DEPARTED_MAX = 5
 _LISTED_MAX = 4  # longer lists are described by their first difference
 _Document = TypeVar("_Document")
 
@@ -533,11 +534,13 @@ class Introductions:
         return ", ".join(map(self.name_of, runs))
 
     def describe_departed(self, runs: Iterable[NodeRun] | None = None) -> str:
-        """Name nodes that are gone, each with the reason; None: all whose connection ended."""
-        return ", ".join(
-            f"{self.name_of(run)} {self._reasons.get(run, 'is gone')}"
-            for run in (self._reasons if runs is None else runs)
-        )
+        """Name nodes that are gone, each with the reason; None: the last few whose connection ended."""
+        # A long run has seen many go, and what this node waits for is due to the last of them.
+        shown = list(reversed(self._reasons))[:_DEPARTED_MAX] if runs is None else runs
+        names = [f"{self.name_of(run)} {self._reasons.get(run, 'is gone')}" for run in shown]
+        if runs is None and len(self._reasons) > len(names):
+            names[-1] += f", and {len(self._reasons) - len(names)} more"
+        return ", ".join(names)
 
     def has_finished(self, run: NodeRun) -> bool:
         """Return whether a node has said that it leaves."""
