@@ -20,7 +20,7 @@ from gradwire.cli.doctor import link, machine
 from gradwire.cli.doctor.machine import BUFFER_BYTES, Check
 from gradwire.errors import NotConnected
 from gradwire.shared_memory import Usage
-from gradwire.transport import Node, SocketStats, generate_secret, parse_secret
+from gradwire.transport import Node, SocketStats, Ticket, generate_secret, parse_secret
 from gradwire.transport.secret import fingerprint
 
 SECRET_TEXT = generate_secret()
@@ -279,6 +279,18 @@ def test_a_peer_that_does_not_answer_ends_the_test(
         two.node.receive(timeout_s=0.05)
     with pytest.raises((link.LinkError, NotConnected)):
         link.ask(two, peer, "state")
+
+
+def test_a_link_that_drops_large_datagrams_ends_the_test_with_a_hint(
+    ends: tuple[link.End, link.End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = ends
+    [there] = two.node.peers
+    monkeypatch.setattr(link, "STALL_S", 0.2)
+    monkeypatch.setattr(Node, "publish", lambda *_, **__: Ticket(link.BULK, 1, frozenset([there])))
+    with pytest.raises(link.LinkError, match=r"acknowledged nothing .* drops datagrams of 1200 b"):
+        two.send_bulk(there, 0.1)
+    assert one.node.peers
 
 
 @pytest.fixture

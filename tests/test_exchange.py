@@ -46,6 +46,7 @@ class ScriptedNode:
         self.published: list[tuple[bytes, int]] = []
         self.refusals: list[Exception] = []
         self.space: Callable[[], bool] = lambda: True
+        self.are_delivered = True
         self.on_receive: Callable[[], None] = lambda: None
         self.greetings: list[Arrival] = []
 
@@ -76,7 +77,7 @@ class ScriptedNode:
             if self.refusals:
                 raise self.refusals.pop(0)
             self.published.append((bytes(buffer), tag))
-        return SimpleNamespace(is_done=True)
+        return SimpleNamespace(is_done=self.are_delivered)
 
     def receive(self, timeout_s: float = 0.0) -> list[Arrival]:
         self.on_receive()
@@ -469,6 +470,21 @@ def test_a_step_that_timed_out_is_finished_by_the_next_call(
     assert (result.step, enc.step) == (1, 2)
     assert params.tolist() == [1.0, 1.0]
     assert [tag for _, tag in node.published] == [0, 1]
+
+
+@pytest.mark.parametrize("is_delivered", [True, False])
+def test_the_size_of_datagrams_is_suspected_where_nobody_gets_the_update(
+    is_delivered: bool, scripted: Callable[..., ScriptedNode]
+) -> None:
+    silent = peer(10)
+    node = scripted(peers=(silent,))
+    node.are_delivered = is_delivered
+    share = gw.Exchange(encoder(2), node, timeout_s=2.0, on_straggler="raise")
+    with pytest.raises(TimeoutError) as caught:
+        share.step(update(0.5, 0.0), zeros(2))
+    _, _, hint = str(caught.value).partition(f"no message from {silent.address}, though connected")
+    assert hint.startswith("; call again" if is_delivered else "; if small messages pass and large")
+    assert ("drops datagrams of 1200 bytes" in hint) is not is_delivered
 
 
 def test_a_message_too_large_goes_back_into_the_residual(

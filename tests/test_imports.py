@@ -64,6 +64,7 @@ ALLOWED = {
         "exchange",
         "rendezvous",
         "shared_memory",
+        "slices",
         "torch",
         "transport",
     }

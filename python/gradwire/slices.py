@@ -26,6 +26,7 @@ __all__ = [
     "Assembler",
     "Outgoing",
     "Slicer",
+    "datagram_hint",
     "slice_bytes_of",
     "tag_of_slice",
 ]
@@ -158,6 +159,16 @@ class _Assembly:
     tag: int
     data: memoryview
     filled: int = 0
+
+
+def datagram_hint(node: Node) -> str:
+    """Return what to try where a connected peer acknowledges nothing."""
+    # The handshake and what keeps a connection alive fit into small datagrams.
+    nbytes = getattr(node, "limits", Limits()).datagram_bytes
+    return (
+        f"if small messages pass and large ones do not, a link drops datagrams of {nbytes} bytes: lower "
+        "gradwire.transport.Limits(datagram_bytes=...) on all nodes"
+    )
 
 
 def slice_bytes_of(node: Node, who: str) -> int:

@@ -13,6 +13,8 @@ import numpy as np
 from .. import clock
 from ..arrays import Arrays, copies, scaled, writable_views
 from ..errors import NonFiniteUpdate, TooLarge, WouldBlock
+from ..slices import datagram_hint
+from ..transport import Node
 from .consistency import digest_of
 from .departure import Departure
 from .groups import Codec
@@ -383,7 +385,7 @@ class Step:
         what = "no space to send it: a peer does not take its messages"
         if missing:
             names = self._introductions.describe(sorted(missing))
-            what = f"no message from {names}, though connected"
+            what = f"no message from {names}, though connected{_hint(pending, self._router.node)}"
         return f"step {pending.step} is not finished after {self._options.timeout_s:g} s: {what}"
 
     # ---- the end of a step -------------------------------------------------------------------------------------------
@@ -488,3 +490,9 @@ class Step:
             apply_s=apply_s,
             slowest=None if slowest is None else peer_of(slowest),
         )
+
+
+def _hint(pending: StepUpdate, node: Node) -> str:
+    """Return what to try, where the others do not get this node's update; otherwise they may just compute."""
+    ticket = pending.ticket
+    return "" if ticket is None or ticket.is_done else f"; {datagram_hint(node)}"

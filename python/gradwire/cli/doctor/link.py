@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradwire.errors import TransportError
+from gradwire.slices import datagram_hint
 from gradwire.transport import Node, Peer, Received, Ticket, parse_secret
 from gradwire.transport.addressing import parse_address, resolve
 from gradwire.transport.secret import fingerprint
@@ -122,7 +123,9 @@ class End:
                 if tickets.popleft().failed:
                     raise LinkError(f"{peer.address} was lost during the test")
             if time.monotonic() - progress_s > STALL_S:
-                raise LinkError(f"{peer.address} has acknowledged nothing for {STALL_S:.0f} s")
+                raise LinkError(
+                    f"{peer.address} has acknowledged nothing for {STALL_S:.0f} s; {datagram_hint(self.node)}"
+                )
         after = self.node.stats()
         elapsed_s = time.monotonic() - started_s
         datagrams = after.datagrams_sent - before.datagrams_sent
