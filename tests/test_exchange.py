@@ -479,9 +479,13 @@ def test_the_size_of_datagrams_is_suspected_where_nobody_gets_the_update(
     silent = peer(10)
     node = scripted(peers=(silent,))
     node.are_delivered = is_delivered
-    share = gw.Exchange(encoder(2), node, timeout_s=2.0, on_straggler="raise")
-    with pytest.raises(TimeoutError) as caught:
-        share.step(update(0.5, 0.0), zeros(2))
+    share = gw.Exchange(encoder(2), node, timeout_s=2.0, on_straggler="raise", every=2)
+    params = zeros(2)
+    for rounds in ([], [[arrival(silent, 0, 0.5, 0.0)]], []):
+        node.rounds = rounds
+        share.step(update(0.5, 0.0), params)
+    with pytest.raises(TimeoutError, match="step 2 is not finished") as caught:
+        share.step(update(0.5, 0.0), params)
     _, _, hint = str(caught.value).partition(f"no message from {silent.address}, though connected")
     assert hint.startswith("; call again" if is_delivered else "; if small messages pass and large")
     assert ("drops datagrams of 1200 bytes" in hint) is not is_delivered

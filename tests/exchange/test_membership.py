@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any
 
 import numpy as np
@@ -243,6 +244,24 @@ def test_a_restarted_node_comes_in_with_the_step_of_the_others() -> None:
     assert trainers[3].joined.is_late
     assert trainers[3].joined.step > 8
     assert_identical(trainers)
+
+
+def test_the_log_counts_local_steps_too(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "gradwire.exchange"), cluster(5) as world:
+        trainers = [Trainer(world, node_id, 20, min_peers=1, every=7) for node_id in (10, 20)]
+        world.run(until=lambda: len(trainers[0].results) > 30)
+        late = Trainer(world, 30, 20, min_peers=1, every=7)
+        world.run(until=lambda: bool(late.results))
+        world.kill(trainers[1].node)
+        world.run()
+    log = "\n".join(caplog.messages)
+    came = [int(step) for step in re.findall(r":1030 comes in with step (\d+)", log)]
+    went = [int(step) for step in re.findall(r"step (\d+): 127.0.0.1:1020 is", log)]
+    assert late.joined is not None
+    assert came == [7 * late.joined.step] * 2
+    assert len(went) == 2
+    assert all(step % 7 == 0 and came[0] <= step < 140 for step in went)
+    assert_identical([trainers[0], late])
 
 
 @pytest.mark.parametrize("seed", seeds(4))

@@ -104,6 +104,16 @@ def load(params: NDArray[np.float32]) -> None:
     params[...] = BEST
 
 
+def test_the_log_names_the_step_at_which_parameters_were_written(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level("INFO", "gradwire.exchange.step"):
+        train({(0, 0): load, (1, 0): load, (0, 8): load}, every=4, moves=True)
+    texts = [text.partition(" on ")[0] for text in caplog.messages]
+    everywhere = "step 0: all nodes go"
+    assert texts == [everywhere, everywhere, "step 8: the parameters were changed"]
+
+
 @sync_ways
 @pytest.mark.parametrize("moves", [False, True], ids=["step", "step_moved"])
 @pytest.mark.parametrize("at", [0, 1, 5, 6, 7])

@@ -167,9 +167,9 @@ class Departure:
         if membership.phase is Phase.READY or is_new:
             self.rejoin(f"{self._introductions.describe(gone)} {why}")
             return
+        step = self._introductions.step_number(membership.next_step)
         for run in gone:
-            name = self._introductions.name_of(run)
-            _LOG.warning("step %d: %s %s", membership.next_step, name, why)
+            _LOG.warning("step %d: %s %s", step, self._introductions.name_of(run), why)
             membership.mark_departing(run)
         self.report()
         self._settle_departures()

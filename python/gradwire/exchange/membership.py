@@ -348,7 +348,8 @@ class Membership:
 
     def admit(self, run: NodeRun, first: int) -> None:
         """Make a newcomer a member from its update ``first`` on, for the next step's result too."""
-        _LOG.info("%s comes in with step %d", self.introductions.peer_of(run).address, first)
+        step = self.introductions.step_number(first)
+        _LOG.info("%s comes in with step %d", self.introductions.peer_of(run).address, step)
         self.add_member(run, first)
         self._events[1].append(run)
 

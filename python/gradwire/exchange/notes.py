@@ -120,7 +120,7 @@ class Notes:
                     "step %d: the processes' updates are equal, so they seem to train on the same batches and gain "
                     "nothing from each other: seed what draws the batches with the rank, or give the loader a "
                     "DistributedSampler(data, num_replicas=..., rank=...)",
-                    step,
+                    self._introductions.step_number(step),
                 )
         else:
             outliers = list(norms)  # nobody else tells of such a step
@@ -136,7 +136,7 @@ class Notes:
             _LOG.warning(
                 "step %d: the update of %s has a norm of %.3g, several times the median of all nodes (number %d); such "
                 "updates are shortened to the median: look for bad data or a broken machine there",
-                step,
+                self._introductions.step_number(step),
                 "this node" if is_own else self._introductions.name_of(run),
                 norm,
                 count,

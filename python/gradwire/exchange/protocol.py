@@ -542,6 +542,10 @@ class Introductions:
             names[-1] += f", and {len(self._reasons) - len(names)} more"
         return ", ".join(names)
 
+    def step_number(self, exchange: int) -> int:
+        """Return the number of the step with which an exchange begins, as the caller counts: local steps count, too."""
+        return exchange * int(self.signature["every"])
+
     def has_finished(self, run: NodeRun) -> bool:
         """Return whether a node has said that it leaves."""
         return self._reasons.get(run) == "finished"
