@@ -668,6 +668,14 @@ def test_a_late_node_goes_on_with_optax_s_state_and_count() -> None:
             np.testing.assert_array_equal(own, other)
 
 
+def test_a_rate_is_reduced_on_plateaus_in_a_late_node_too() -> None:
+    optimizer = optax.chain(
+        optax.scale_by_schedule(lambda count: count), optax.contrib.reduce_on_plateau()
+    )
+    schedule, plateau = gradwire.jax._counted_up(optimizer.init(jax.numpy.zeros(4)), 7)
+    assert (schedule.count, plateau.count) == (7, 0)
+
+
 def test_a_late_node_begins_with_a_state_of_its_own_if_that_is_wanted() -> None:
     _, (state, _) = shared_late(False, optax.adamw(optax.linear_schedule(0.1, 0.0, 1_000)))
     assert int(state.inner[0].count) == 1

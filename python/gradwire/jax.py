@@ -32,6 +32,8 @@ _SQUARES = {"nu", "sum_of_squares", "v_row", "e_g", "exp_avg_sq"}
 # A running mean of gradients, as Adam's; optax keeps its share, b1, in a closure, so the usual one is taken.
 _MEANS = {"mu", "exp_avg"}
 _MOMENTUM = 0.9
+# Further running means with a count of their own: of reduce_on_plateau, and of ema.
+_OTHER_MEANS = {"avg_value", "ema"}
 
 # Updates in which weight decay is looked for: a schedule may begin at zero, and steps may be accumulated. And the value
 # of hyperparameters that are zero at first, because the caller will set them by hand.
@@ -547,7 +549,7 @@ def _counted_up(state: Any, steps: int) -> Any:
         tuple(path[:place])
         for path in names
         for place, name in enumerate(path)
-        if name in _SQUARES | _MEANS
+        if name in _SQUARES | _MEANS | _OTHER_MEANS
     }
     leaves = []
     for path, (_, leaf) in zip(names, paths, strict=True):
