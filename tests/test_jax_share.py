@@ -605,8 +605,10 @@ def test_decay_that_is_no_part_of_its_own_has_the_factor(make: Any) -> None:
 # ---- a node that joins late ------------------------------------------------------------------------------------------
 
 
-def shared_late(shared_state: bool, late: Any) -> tuple[dict[int, Any], Any]:
-    """Let a node train alone and another one join.
+def shared_late(
+    shared_state: bool, late: Any, joins: bool = True, **options: Any
+) -> tuple[dict[int, Any], Any]:
+    """Let a node train alone and another one join, before its first update or in it, with a far larger gradient.
 
     Returns:
         The first one's states by count, and the other's after an update, with the number of its next step.
@@ -618,7 +620,7 @@ def shared_late(shared_state: bool, late: Any) -> tuple[dict[int, Any], Any]:
     def train(node: gw.Node) -> None:
         params = {"weights": jax.numpy.zeros((50, 3))}
         optimizer = gradwire.jax.share(
-            optax.adamw(optax.linear_schedule(0.1, 0.0, 1_000)), node=node, min_peers=0
+            optax.adamw(optax.linear_schedule(0.1, 0.0, 1_000)), node=node, min_peers=0, **options
         )
         state = optimizer.init(params)
         while not is_done.is_set():
@@ -636,12 +638,18 @@ def shared_late(shared_state: bool, late: Any) -> tuple[dict[int, Any], Any]:
         try:
             with (
                 gw.Node("127.0.0.1:0", [one.address], secret=bytes(range(32)), node_id=2) as node,
-                gradwire.jax.share(late, node=node, share_state=shared_state) as optimizer,
+                gradwire.jax.share(
+                    late, node=node, share_state=shared_state, **options
+                ) as optimizer,
             ):
                 state = optimizer.init(params)
-                params = optimizer.join()
-                time.sleep(0.1)  # the other one goes on
-                state = optimizer.update(gradients, state, params)[1]
+                steep = gradients if joins else jax.tree.map(lambda leaf: 1e4 * leaf, gradients)
+                if joins:
+                    params = optimizer.join()
+                    time.sleep(0.1)  # the other one goes on
+                updates, state = optimizer.update(steep, state, params)
+                params = optax.apply_updates(params, updates)
+                assert np.abs(params["weights"]).max() < 6.0  # the others', not 7.0
                 return state, optimizer.step_number
         finally:
             is_done.set()
@@ -668,12 +676,97 @@ def test_a_late_node_goes_on_with_optax_s_state_and_count() -> None:
             np.testing.assert_array_equal(own, other)
 
 
+@pytest.mark.parametrize("options", [{}, {"every": 4}, {"overlap": 1}], ids=str)
+def test_a_late_node_s_gradient_at_other_parameters_moves_nothing(options: Any) -> None:
+    optimizer = optax.adamw(optax.linear_schedule(0.1, 0.0, 1_000))
+    states, (state, step) = shared_late(True, optimizer, joins=False, **options)
+    count = int(state.inner[0].count)
+    assert state.inner[2].count == state.decay[2].count == step  # schedules go on all the same
+    for own, other in zip(*map(jax.tree.leaves, (state, states[count])), strict=True):
+        if own.shape:
+            np.testing.assert_array_equal(own, other)
+
+
+@pytest.mark.parametrize(
+    ("how", "moments"),
+    [("together", (1, 0)), ("joined", (1, 1)), ("joined, not taken", (1, 0))],
+)
+def test_a_gradient_at_parameters_that_the_start_has_replaced_is_left_out(
+    how: str, moments: tuple[int, int]
+) -> None:
+    def train(rank: int) -> Any:
+        params = jax.numpy.full(4, 8.0 * rank)
+        optimizer = gradwire.jax.share(
+            optax.sgd(optax.linear_schedule(1.0, 0.0, 8), momentum=0.5),
+            node=nodes[rank],
+            codec="dense",
+        )
+        state = optimizer.init(params)
+        if how != "together":
+            begun = optimizer.join()
+            params = begun if how == "joined" else params
+        updates, state = optimizer.update(jax.numpy.ones(4), state, params)
+        return optax.apply_updates(params, updates), state.inner
+
+    with two_nodes() as nodes, ThreadPoolExecutor(2) as pool:
+        for moment, (params, (trace, schedule)) in zip(
+            moments, pool.map(train, range(2)), strict=True
+        ):
+            np.testing.assert_array_equal(params, np.full(4, -sum(moments) / 2))
+            np.testing.assert_array_equal(trace.trace, np.full(4, moment))
+            assert schedule.count == 1  # equal on all nodes
+
+
+def test_accumulated_steps_stay_in_time_with_the_others() -> None:
+    def train(rank: int) -> list[int]:
+        params = jax.numpy.full(4, 8.0 * rank)
+        optimizer = gradwire.jax.share(
+            optax.MultiSteps(optax.sgd(0.1), 3), node=nodes[rank], codec="dense"
+        )
+        state = optimizer.init(params)
+        moving = []
+        for step in range(9):
+            updates, state = optimizer.update(jax.numpy.ones(4), state, params)
+            params = optax.apply_updates(params, updates)
+            if step and np.abs(updates).max() > 0.05:
+                moving.append(step)
+        return moving
+
+    with two_nodes() as nodes, ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(train, range(2))) == [[2, 5, 8]] * 2
+
+
 def test_a_rate_is_reduced_on_plateaus_in_a_late_node_too() -> None:
     optimizer = optax.chain(
         optax.scale_by_schedule(lambda count: count), optax.contrib.reduce_on_plateau()
     )
     schedule, plateau = gradwire.jax._counted_up(optimizer.init(jax.numpy.zeros(4)), 7)
     assert (schedule.count, plateau.count) == (7, 0)
+
+
+def test_a_node_that_was_left_behind_goes_on_with_the_others_state() -> None:
+    """Its update of that step counts, and its optimiser's state is the others' from the next one on."""
+    behind = threading.Event()
+
+    def train(rank: int) -> Any:
+        params = jax.numpy.zeros(4)
+        optimizer = gradwire.jax.share(optax.adam(0.1), node=nodes[rank], codec="dense")
+        state = optimizer.init(params)
+        while optimizer.step_number < 30:
+            if rank == 1 and optimizer.step_number >= 8 and not behind.is_set():
+                behind.set()
+                state = jax.tree.map(lambda leaf: 100 * leaf, state)  # to be replaced
+                optimizer.init.__self__._training.exchange._departure.rejoin("test")
+            updates, state = optimizer.update(params - 1.0, state, params)
+            params = optax.apply_updates(params, updates)
+        return params, state.inner[0], optimizer.shared()
+
+    with two_nodes() as nodes, ThreadPoolExecutor(2) as pool:
+        (params, moments, shared), (others, theirs, same) = pool.map(train, range(2))
+    assert behind.is_set()
+    np.testing.assert_array_equal(shared, same)
+    np.testing.assert_allclose(params, others, atol=1e-6)
+    np.testing.assert_allclose(moments.nu, theirs.nu, rtol=0.1)
 
 
 def test_a_late_node_begins_with_a_state_of_its_own_if_that_is_wanted() -> None:

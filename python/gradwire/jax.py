@@ -70,12 +70,12 @@ def share(
     """Return an optax transformation that shares the updates of ``optimizer`` with the other nodes of this run.
 
     The place in the run comes from the environment, see `Node.from_env`. All nodes begin with the parameters of rank 0:
-    the first update moves the others to them, or ``params = transformation.join()`` returns them before. The result
-    also has ``result``, ``step_number``, ``shared()``, ``state_dict()`` and ``load_state_dict()``, as `SharedArrays`
-    has. Arrays in host memory are read in place. ``update`` needs the parameters
-    and exchanges messages, so it stays outside ``jax.jit``; the gradient may be compiled, and ``optimizer.update`` is.
-    ``close()`` of the result, ``with share(...) as ...``, or another ``init`` ends the training; ``leave()`` sends the
-    rest of this node's updates before.
+    the first update moves the others to them and ignores their gradients, or ``params = transformation.join()`` returns
+    them before. The result also has ``result``, ``step_number``, ``shared()``, ``state_dict()`` and
+    ``load_state_dict()``, as `SharedArrays` has. Arrays in host memory are read in place. ``update`` needs the
+    parameters and exchanges messages, so it stays outside ``jax.jit``; the gradient may be compiled, and
+    ``optimizer.update`` is. ``close()`` of the result, ``with share(...) as ...``, or another ``init`` ends the
+    training; ``leave()`` sends the rest of this node's updates before.
 
     Args:
         optimizer: an optax ``GradientTransformation``. Further arguments of ``update``, such as a loss, are passed on.
@@ -221,6 +221,7 @@ class _SharedUpdates:
         # What the next update may bring as the caller's parameters without having written into them: those that were
         # returned last come first.
         self._expected: list[list[Any]] = []
+        self._outdated = 0  # how many of them, the last ones, `join` has replaced
         self._has_joined = False
         self._is_adaptive = False
         self._momentum = 0.0
@@ -267,6 +268,7 @@ class _SharedUpdates:
         self._training = training = self._begin(named, is_adaptive=self._is_adaptive)
         training.end_with(self)
         self._expected = [_copies(self._leaves)]  # the caller may write into its own
+        self._outdated = 0
         self._has_joined = False
         self._last_shared = None
         self.result = None
@@ -283,6 +285,9 @@ class _SharedUpdates:
         if not joined.is_late:
             self._state.drop()  # nodes that begin together have what their callers have restored
         self._has_joined = True
+        # Workers of one machine get the same answer whoever's parameters were replaced, so these are compared.
+        if not all(map(_is_close, self._leaves, self._expected[0])):
+            self._outdated = len(self._expected)
         return self._returned()
 
     def catch_up(self) -> Any:
@@ -315,11 +320,17 @@ class _SharedUpdates:
         if not self._has_joined:
             self.join()
         before = [np.asarray(leaf) for leaf in self._leaves_of("the parameters", params)]
+        matches = [all(map(_is_close, before, expected)) for expected in self._expected]
         # Parameters that were restored from elsewhere, or changed in another way, are the caller's word.
-        if not any(all(map(_is_close, before, expected)) for expected in self._expected):
+        if not any(matches):
             _fill(self._leaves, before)
         state = self._state.take(exchange.step_number) or state
-        leaves, following = self._updated(updates, state, params, before, further)
+        if any(matches) and not any(matches[: len(matches) - self._outdated]):
+            # The gradient belongs to the parameters before `join`. It would mislead the optimiser for many steps, above
+            # all with the small means of squares that come from a node that has trained for long.
+            leaves, following = list(map(np.zeros_like, self._leaves)), _counted_up(state, 1)
+        else:
+            leaves, following = self._updated(updates, state, params, before, further)
         self._state.set(following, exchange.step_number + 1)
         self.result = exchange.step(leaves, self._leaves, self._state)
         del leaves  # as large as the parameters, as what is returned
@@ -327,6 +338,7 @@ class _SharedUpdates:
         parts = zip(self._leaves, before, self._expected[0], strict=True)
         deltas, expected = zip(*(_moved(*part) for part in parts), strict=True)
         self._expected = [list(expected)]
+        self._outdated = 0
         return jax.tree.unflatten(self._tree, deltas), following
 
     def _updated(
@@ -544,7 +556,8 @@ def _counted_up(state: Any, steps: int) -> Any:
 
     paths, tree = jax.tree_util.tree_flatten_with_path(state)
     names = [[_key_of(part) for part in path] for path, _ in paths]
-    # A count beside running means is theirs. Inside MultiSteps an update counts only every few steps.
+    # A count beside running means is theirs. Inside MultiSteps an update counts only every few steps. These should be
+    # the same on all nodes, so MultiSteps's own count goes on, too; it takes that modulo their number.
     kept = {
         tuple(path[:place])
         for path in names
@@ -553,7 +566,7 @@ def _counted_up(state: Any, steps: int) -> Any:
     }
     leaves = []
     for path, (_, leaf) in zip(names, paths, strict=True):
-        is_count = path[-1:] == ["count"] and tuple(path[:-1]) not in kept
+        is_count = path[-1:] in (["count"], ["mini_step"]) and tuple(path[:-1]) not in kept
         if is_count and "inner_opt_state" not in path and np.issubdtype(leaf.dtype, np.integer):
             leaf = _loaded(leaf, np.asarray(leaf) + np.asarray(steps, leaf.dtype))
         leaves.append(leaf)
