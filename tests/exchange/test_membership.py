@@ -671,16 +671,6 @@ def test_nodes_that_have_all_dropped_each_other_go_on(
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_a_node_that_is_alone_has_nobody_to_resync_with(mode: str) -> None:
-    with cluster(1) as world:
-        alone = Trainer(world, 1, 20, mode=mode, min_peers=0, moves=True)
-        alone.resyncs_at = 5
-        world.run()
-    assert alone.share.next_step == 20
-    assert_nothing_lost([alone])
-
-
-@pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_node_that_the_others_have_dropped_does_not_end_alone(mode: str) -> None:
     with cluster(1) as world:
         other, late = (Trainer(world, node_id, 20, mode=mode, min_peers=1) for node_id in (1, 2))

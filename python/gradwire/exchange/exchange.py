@@ -283,11 +283,11 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
     def resync(self, params: Any, optimizer_state: OptimizerState = ()) -> Joined:
         """Take parameters, step and optimiser's state from a member again: after `Diverged`, or after a long pause.
 
-        Unsent updates stay in the residual. The others go on meanwhile. Nothing happens where no other member is.
+        Unsent updates stay in the residual. The others go on meanwhile.
 
         Args, Raises: as ``join``.
         """
-        if self._membership.phase is Phase.IN and self._membership.members:
+        if self._membership.phase is Phase.IN:
             self._departure.rejoin("resync")
         return self.join(params, optimizer_state)
 
