@@ -568,6 +568,10 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
     has_local_steps = False
     takes_devices = False  # the team's memory is the host's
     is_settled = True  # all workers' parameters are the team's after every call
+    rank = 0  # this worker's place in the team; 0 has the node
+    workers = 1  # of the team
+    members: tuple[Peer, ...] = ()  # the machine's, after the first call
+    total_workers = 1  # of all machines, after the first call
 
     def __init__(self, team: LocalTeam, exchange: Exchange | None) -> None:
         self.team = team
@@ -579,12 +583,8 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
         self._moved: list[Any] = []  # samples of the workers' sums since the last exchange
         self.agreement = Agreement() if exchange is None else exchange.agreement
         self._written: Arrays = []  # by the caller, since the last call
-        # Number of the next step of a checkpoint, where the leader has the rest.
-        self._loaded_step = 0
-        self.rank = team.rank  # 0 has the node
-        self.workers = team.workers
-        self.members: tuple[Peer, ...] = ()  # the machine's, after the first call
-        self.total_workers = team.workers  # of all machines, after the first call
+        self._loaded_step = 0  # of a checkpoint, where the leader has the rest
+        self.rank, self.workers, self.total_workers = team.rank, team.workers, team.workers
 
     @property
     def present(self) -> int:
