@@ -37,9 +37,7 @@ RECEIVE_BUFFER_BYTES: Final = 65_536  # a GRO batch that does not fit would be t
 RECEIVES_PER_PUMP: Final = 32
 SENDS_PER_PUMP: Final = 8
 IDLE_WAIT_S: Final = 1.0
-GSO_REFUSED: Final = frozenset(
-    {errno.EIO, errno.EINVAL, errno.EMSGSIZE, errno.EOPNOTSUPP, errno.ENOPROTOOPT}
-)
+GSO_REFUSED: Final = {errno.EIO, errno.EINVAL, errno.EMSGSIZE, errno.EOPNOTSUPP, errno.ENOPROTOOPT}
 TRY_LATER: Final = frozenset({errno.EAGAIN, errno.EWOULDBLOCK, errno.EINTR})
 SIZE_REMEDY: Final = "lower Limits(datagram_bytes=...) to the MTU less 44 bytes (IPv4) or 64 (IPv6)"
 now_s = time.monotonic

@@ -30,8 +30,7 @@ HOUSEKEEPING_S: Final = 0.1
 SLEEP_S: Final = 1.0
 CREDIT_FLOOR_RECORDS: Final = 4
 HALF_OPEN_MAX: Final = 256
-# Addresses have at most 64 characters, and a frame must fit into a datagram.
-MEMBERS_PER_FRAME: Final = 16
+MEMBERS_PER_FRAME: Final = 16  # of ADDRESS_BYTES_MAX, in one datagram
 DUPLICATE: Final = "its node_id, {}, is that of {}: give every node its own"
 
 

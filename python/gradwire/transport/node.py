@@ -226,8 +226,7 @@ class Node(NotCopied, instead="make a node in every process that has one"):
         peers = self._endpoint.peers
         text = f"{len(peers)} of {count} peers connected to {self.address} {when}"
         present = {self.id, *(peer.id for peer in peers)}
-        missing = [name for node, name in sorted(self.names.items()) if node not in present]
-        if missing:
+        if missing := [name for node, name in sorted(self.names.items()) if node not in present]:
             text += f"; {', '.join(missing)} missing"
         if unanswered := self._endpoint.unanswered():
             names = ", ".join(map(format_address, unanswered))
@@ -285,9 +284,8 @@ class Node(NotCopied, instead="make a node in every process that has one"):
         """Return whether `publish` would take a message of this size now instead of raising `WouldBlock`."""
         self._check_open()
         with self._lock:
-            if self._endpoint.has_room(nbytes):
-                return True
-            self._pump()
+            if not self._endpoint.has_room(nbytes):
+                self._pump()
             return self._endpoint.has_room(nbytes)
 
     def drop_late(self, peers: Collection[Peer]) -> None:
@@ -375,7 +373,8 @@ class Node(NotCopied, instead="make a node in every process that has one"):
             if not self._driver.receive(self._endpoint) and not sends:
                 return None
             due_s = self._driver.transmit(self._endpoint)
-            self._notify()
+            if any(is_done() for is_done in self._awaited):
+                self._changed.notify_all()
         except Exception as error:  # in any thread: a broken state must not seem to live
             logger.exception("the node at %s has failed", self.address)
             self._failure = error
@@ -390,10 +389,6 @@ class Node(NotCopied, instead="make a node in every process that has one"):
             self._sleeps_until_s = due_s
             self._driver.wake()
         self._check_open()
-
-    def _notify(self) -> None:
-        if any(is_done() for is_done in self._awaited):
-            self._changed.notify_all()
 
     def _run(self) -> None:
         """Serve acknowledgements, timers and arrivals while the callers compute (the I/O thread)."""

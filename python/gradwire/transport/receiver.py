@@ -162,7 +162,6 @@ class Receiver:
             return False
         self.last_arrival_s = now_s
         self._unacknowledged_bytes += nbytes
-        # An ACK for less, of which nothing may be authentic, could be larger than a forgery.
         unproved_bytes = UNPROVED_BYTES + UNPROVED_PARTIAL_BYTES * len(self._partials)
         is_enough = self._unacknowledged_bytes >= unproved_bytes
         if not is_tagged and count < fragments and now_s < self._tagged_until_s:
@@ -262,9 +261,7 @@ class Receiver:
         if offset == 0 and (assembly is None or assembly.number != number):
             most_bytes = self._budget.message_bytes_max
             if message_bytes > most_bytes or end > message_bytes:
-                self.error = (
-                    f"message {number} of {message_bytes} bytes is larger than {most_bytes}"
-                )
+                self.error = f"message {number} has {message_bytes} bytes, more than {most_bytes}"
                 return False
             self._drop_assembly()
             if not self._budget.take(message_bytes, may_wait=not self._is_ended):

@@ -78,9 +78,7 @@ class Ack(NamedTuple):
     limit: int  # the first record number that must not be sent yet (absolute credit)
     delay_us: int = 0  # time for which the receiver held the acknowledgement back
     complete: int = 0  # bit i: record ``cumulative + i`` is complete, or the skip that begins there
-    partials: tuple[
-        tuple[int, int], ...
-    ] = ()  # incomplete records, oldest first, and their fragments
+    partials: tuple[tuple[int, int], ...] = ()  # incomplete records, oldest first: their fragments
     truncated: bool = False  # the ACK says nothing about the records beyond the last partial
     tagged: bool = False  # somebody forges fragments: only TAGGED ones count
 
