@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from gradwire.transport.types import Limits
+
 from .faults import MEGABYTE, data_fragments, measure_round_trips, transfer
 from .simulator import Link, Simulator
 
@@ -126,3 +128,18 @@ def test_a_hundred_single_gaps_in_ten_megabytes_cause_no_storm() -> None:
     done = transfer(link, 10 * MEGABYTE)
     assert link.lost_bytes >= 100 * 1_200
     assert done.resent_bytes <= 1.1 * link.lost_bytes
+
+
+def test_a_path_that_swallows_datagrams_of_full_size_is_not_flooded() -> None:
+    """PINGs and their answers are small enough to pass, and show every loss at once."""
+    simulator = Simulator(1)
+    one, two = simulator.mesh(2, limits=Limits(datagram_bytes=8_000))
+    link = simulator.link(one, two)
+    link.drop = lambda _, datagram: len(datagram) > 1_472
+    ticket = simulator.publish(one, bytes(1_600_000))
+    simulator.run_for(5.0)
+    lost_bytes = link.lost_bytes
+    simulator.run_for(10.0)
+    assert link.lost_bytes - lost_bytes < MEGABYTE
+    link.drop = None
+    simulator.run_until(lambda: ticket.is_done, 2.0)

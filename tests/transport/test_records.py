@@ -9,12 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.transport.crypto import KeyChain
-from gradwire.transport.records import OBJECT_BYTES, Record, Sealer, SendLog, lowest_bits
+from gradwire.transport.records import OBJECT_BYTES, Record, Sealer, SendLog
 from gradwire.transport.wire import (
     DATA,
     DATAGRAM_BYTES_MAX,
     DATAGRAM_BYTES_MIN,
-    FRAGMENTS_MAX,
     HEADER,
     RECORD_BYTES_MAX,
     RECORD_META,
@@ -50,18 +49,6 @@ def test_slices_hold_exactly_the_datagrams_whose_bits_are_set(mask: int) -> None
     assert len(slices) == bin(mask).replace("0b", "0").count("01")
     wanted = [bytes(record.slices(1 << index)[0]) for index in range(52) if mask >> index & 1]
     assert b"".join(slices) == b"".join(wanted)
-
-
-@given(
-    st.integers(0, 2**FRAGMENTS_MAX - 1)
-    | st.integers(1, FRAGMENTS_MAX).map(lambda n: ((1 << n) - 1) << 20),
-    st.integers(1, FRAGMENTS_MAX),
-)
-def test_the_lowest_bits_are_the_lowest(mask: int, count: int) -> None:
-    low = lowest_bits(mask, count)
-    assert low.bit_count() == min(count, mask.bit_count())
-    assert low & ~mask == 0
-    assert low == 0 or mask & ((1 << low.bit_length()) - 1) == low
 
 
 @pytest.mark.parametrize("datagram_bytes", SIZES)

@@ -14,7 +14,6 @@ from .wire import HEADER_BYTES, RECORD_META_BYTES, TAG_BYTES
 
 KEY_LIFE_S: Final = 86_400.0  # of a sender key
 OBJECT_BYTES: Final = 1_400  # memory of the Python objects of a record and its ticket
-FRAGMENT_INDICES: Final = np.arange(wire.FRAGMENTS_MAX, dtype=np.uint8)
 _TAGGED_KIND: Final = bytes([wire.TAGGED])
 
 
@@ -46,13 +45,6 @@ class Record(NamedTuple):
             slices.append(self.wire[(lowest.bit_length() - 1) * size : end * size])
             mask &= after
         return slices
-
-
-def lowest_bits(mask: int, count: int) -> int:
-    """Return ``mask`` reduced to its ``count`` lowest set bits."""
-    for _ in range(mask.bit_count() - count):
-        mask ^= 1 << (mask.bit_length() - 1)
-    return mask
 
 
 class SendLog:
@@ -138,7 +130,7 @@ class Sealer:
         width = min(sealed_bytes, self._fragment_bytes)
         grid = np.empty((fragments, HEADER_BYTES + width), dtype=np.uint8)
         grid[:, :HEADER_BYTES] = np.frombuffer(header, dtype=np.uint8)
-        grid[:, 2] = FRAGMENT_INDICES[:fragments]
+        grid[:, 2] = np.arange(fragments, dtype=np.uint8)
         grid[:, HEADER_BYTES:] = self._sealed[:fragments, :width]
         datagrams = memoryview(grid.reshape(-1))[:nbytes]  # type: ignore[arg-type]
         full = (1 << fragments) - 1

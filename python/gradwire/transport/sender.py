@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from .congestion import NEVER_S, PTO_MAX_S, RateController, RttEstimator, SendState
-from .records import Record, SendLog, lowest_bits
+from .records import Record, SendLog
 from .types import Address, Peer, Stats, Ticket, Transmit
 from .wire import TAG_BYTES, Ack, Skip
 
@@ -71,6 +71,7 @@ class Sender:
         self._progress_at_s = 0.0
         self._acknowledged_at_s = 0.0  # when the peer last acknowledged a complete record
         self._timeouts = 0
+        self._lone_pongs = 0  # since data last arrived, while some was missing
 
     @property
     def is_idle(self) -> bool:
@@ -112,7 +113,9 @@ class Sender:
             return None
         mask = flight.to_send
         if space_bytes < flight.record.nbytes:
-            mask = lowest_bits(mask, max(1, space_bytes // flight.record.segment_bytes))
+            fitting = max(1, space_bytes // flight.record.segment_bytes)
+            for _ in range(mask.bit_count() - fitting):  # the first fragments leave first
+                mask ^= 1 << (mask.bit_length() - 1)
         return self._send(flight, mask, now_s, address)
 
     def _open_next(self) -> Flight | None:
@@ -186,7 +189,7 @@ class Sender:
             if got == flight.record.full:
                 del self._flights[flight.number]
         if newest is not None:
-            self._timeouts = 0
+            self._timeouts = self._lone_pongs = 0
             self._progress_at_s = now_s
             if newest.order > newest_before and newest.has_single_copy:
                 elapsed_s = now_s - newest.state.sent_at_s
@@ -211,15 +214,13 @@ class Sender:
             if number >= end:
                 break
             full = flight.record.full
-            if number + flight.span <= cumulative:
+            offset = number - cumulative
+            if offset + flight.span <= 0 or (offset >= 0 and ack.complete >> offset & 1):
                 result.append((flight, full))
-            elif number >= cumulative:
-                if ack.complete >> (number - cumulative) & 1:
-                    result.append((flight, full))
-                elif number <= last_partial or not ack.truncated:
-                    # A correct peer does not report an incomplete record with all fragments.
-                    got = partials.get(number, 0) & full
-                    result.append((flight, got if got != full else 0))
+            elif offset >= 0 and (number <= last_partial or not ack.truncated):
+                # A correct peer does not report an incomplete record with all fragments.
+                got = partials.get(number, 0) & full
+                result.append((flight, got if got != full else 0))
         return result
 
     def _confirm(self, flight: Flight, newly: int, arrived_s: float) -> tuple[int, Sent | None]:
@@ -252,7 +253,7 @@ class Sender:
 
     def _find_losses(self, now_s: float) -> None:
         newest_order, newest_bit = self._newest
-        delay_s = self._rtt.loss_delay_s
+        delay_s = self._backed_off(self._rtt.loss_delay_s)
         due_at_s = NEVER_S
         for flight in self._flights.values():
             # Flights are in order of their first transmission: all others began after the newest arrival.
@@ -285,10 +286,13 @@ class Sender:
     def _probe_at_s(self) -> float:
         rtt = self._rtt
         timeout_s = rtt.probe_timeout_s if self._timeouts else rtt.first_probe_timeout_s
-        if self._timeouts > PROBES_AT_FIRST:
-            backoff = 1 << min(self._timeouts - PROBES_AT_FIRST, 10)
-            timeout_s = max(timeout_s, min(timeout_s * backoff, PTO_MAX_S))
-        return self._progress_at_s + timeout_s
+        return self._progress_at_s + self._backed_off(timeout_s)
+
+    def _backed_off(self, wait_s: float) -> float:
+        """Return a wait, doubled with each probe or lone PONG after the first ones."""
+        in_vain = max(self._timeouts, self._lone_pongs)
+        backoff = 1 << min(max(0, in_vain - PROBES_AT_FIRST), 10)
+        return max(wait_s, min(wait_s * backoff, PTO_MAX_S))
 
     def on_timer(self, now_s: float, address: Address) -> Sending | None:
         """Find losses; if a probe timeout has expired, return the last missing fragment, to send again with a PING."""
@@ -312,6 +316,8 @@ class Sender:
     def on_pong(self, transmissions: int, now_s: float) -> None:
         """Process the answer to a PING that left after so many transmissions: none of them is still on its way."""
         self._timeouts = 0
+        # PONGs pass even where datagrams of full size are too long for the path.
+        self._lone_pongs += bool(self._flights)
         self._progress_at_s = now_s
         self._newest = max(self._newest, (transmissions, 0))
         self._find_losses(now_s)
