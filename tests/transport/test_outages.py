@@ -6,7 +6,7 @@ import pytest
 
 from gradwire.transport.types import Limits
 
-from .faults import MEGABYTE
+from .faults import MEGABYTE, measure_round_trips
 from .simulator import Link, Simulator
 
 
@@ -139,3 +139,18 @@ def test_a_starved_timer_thread_recovers() -> None:
             simulator.resume(one)
     simulator.run_until(lambda: len(two.received) == 40, 10.0)
     assert one.lost == two.lost == []
+
+
+def test_after_a_pause_of_the_peer_a_lost_datagram_comes_again_as_soon_as_before() -> None:
+    simulator = Simulator(20, Link(delay_s=0.02))
+    one, two = simulator.mesh(2)
+    measure_round_trips(simulator, one, pause_s=0.05)
+    session = next(iter(one.endpoint.sessions))
+    probe_timeout_s = session.rtt.probe_timeout_s
+    two.paused = True
+    ticket = simulator.publish(one, b"over the pause")
+    simulator.run_for(5.0)
+    simulator.resume(two)
+    simulator.run_until(lambda: ticket.is_done, 1.0)
+    simulator.run_for(0.1)
+    assert session.rtt.probe_timeout_s < 1.1 * probe_timeout_s

@@ -55,6 +55,7 @@ class RttEstimator:
         self.first_probe_timeout_s = 0.2
         # Time after its sending at which a fragment counts as lost, once a later fragment has arrived.
         self.loss_delay_s = 0.0005
+        self._paused_until_s = -NEVER_S  # the end of the peer's latest pause
         self._negated: Window = deque()  # samples of the last ten seconds
 
     def set_guess(self, sample_s: float) -> None:
@@ -63,8 +64,14 @@ class RttEstimator:
             self.smoothed_s, self.variation_s = sample_s, sample_s / 2
             self._update_timeouts()
 
+    def note_pause(self, now_s: float) -> None:
+        """Note that the peer has been silent until now: it stood still, which is no property of the path."""
+        self._paused_until_s = now_s
+
     def add_sample(self, sample_s: float, now_s: float) -> None:
-        """Add one measured round trip."""
+        """Add one measured round trip, unless it began before a pause was over."""
+        if now_s - sample_s < self._paused_until_s:
+            return
         sample_s = self.latest_s = max(sample_s, 1e-6)
         if self.minimum_s == 0.0:
             self.smoothed_s, self.variation_s = sample_s, sample_s / 2

@@ -225,7 +225,10 @@ class Session:
         self, counter: int, header: bytes, body: memoryview, address: Address, now_s: float
     ) -> None:
         """Process one control datagram; raise `AuthenticationError` or `WireError` if it is forged or malformed."""
+        silence_s = now_s - self.control.heard_at_s
         frames, is_newest, is_new = self.control.open(counter, header, body, now_s)
+        if self.state is State.UP and silence_s > 5 * self._endpoint.limits.heartbeat_s:
+            self.rtt.note_pause(now_s)  # heartbeats come in time whatever the round trip
         # An authentic datagram may show its sender's address, even if a copy from elsewhere has overtaken it.
         is_half_open = self.state is State.RESPONDED
         if is_half_open:
