@@ -58,5 +58,12 @@ def test_the_sky_task_binds_the_port_that_it_opens() -> None:
     assert placement({**task["envs"], "GRADWIRE_PEERS": "203.0.113.7:40123"}).min_peers == 1
 
 
+def test_the_sky_commands_of_both_nodes_take_the_secret_from_one_variable() -> None:
+    text = (FOLDER / "skypilot.yaml").read_text()
+    assert '#   export GRADWIRE_SECRET="$(gradwire secret)"' in text
+    assert text.count("sky launch") == text.count("--secret GRADWIRE_SECRET") == 2
+    assert "--secret GRADWIRE_SECRET=" not in text
+
+
 def test_the_slurm_script_is_a_script() -> None:
     subprocess.run(["bash", "-n", FOLDER / "slurm.sh"], check=True)
