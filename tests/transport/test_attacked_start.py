@@ -170,5 +170,6 @@ def test_an_own_address_among_the_peers_is_no_seed_of_a_node_on_all_interfaces(h
     with gw.Node("0.0.0.0:0", secret=SECRET) as node:
         node.add_peer(f"{host}:{node._driver.address[1]}")
         assert node.seeds == frozenset()
+    assert addressing.is_served_by((f"::ffff:{host}", 5), ("::", 5))
     assert not addressing.is_served_by((host, 5), ("10.0.0.1", 5))
     assert not addressing.is_served_by((host, 5), ("0.0.0.0", 6))

@@ -83,13 +83,16 @@ def test_peers_that_connect_while_missing_ones_are_logged_are_still_found(
             assert peers == (late[0].peer,)
 
 
-def test_a_peer_of_another_version_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_peer_of_another_version_is_logged_and_noise_is_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with (
         gw.Node("127.0.0.1:0", secret=SECRET) as node,
         socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as newer,
     ):
         newer.bind(("127.0.0.1", 0))
         host, port = node.address.split(":")
+        newer.sendto(bytes([INIT + 0x90]) + b"noise" * 51, (host, int(port)))
         newer.sendto(bytes([INIT + 0x10]) + bytes(255), (host, int(port)))
         until(lambda: bool(caplog.messages))
         host, port = newer.getsockname()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import codecs
 import logging
 import os
 from pathlib import Path
@@ -72,8 +73,9 @@ def written(path: Path, data: bytes, mode: int = 0o600) -> Path:
         RAW.hex().encode() + b"\n",
         base64.b64encode(RAW),
         base64.urlsafe_b64encode(RAW) + b"\r\n",
+        codecs.BOM_UTF8 + base64.b64encode(RAW),
     ],
-    ids=["bytes", "hex", "base64", "URL-safe base64"],
+    ids=["bytes", "hex", "base64", "URL-safe base64", "with a byte order mark"],
 )
 def test_a_file_may_hold_any_form(tmp_path: Path, data: bytes) -> None:
     assert secret.parse_secret(written(tmp_path / "secret", data)) == RAW

@@ -39,7 +39,9 @@ def is_served_by(address: Address, bound: Address) -> bool:
     """Return whether datagrams to an address arrive at a socket that is bound on this machine."""
     if address == bound or address[1] != bound[1] or bound[0] not in WILDCARDS:
         return address == bound
-    return ipaddress.ip_address(address[0]).is_loopback or address[0] in local_addresses()
+    host = ipaddress.ip_address(address[0])
+    host = getattr(host, "ipv4_mapped", None) or host  # a socket of both versions
+    return host.is_loopback or str(host) in local_addresses()
 
 
 def deciding_rule(bind: Address, network_mask: str | None) -> Rule:

@@ -238,20 +238,23 @@ class Endpoint:
 
     def _receive_other(self, datagram: memoryview, address: Address, now_s: float) -> None:
         kind = datagram[0]
+        is_init = kind & 0x0F == wire.INIT & 0x0F and not any(datagram[1:4])
         try:
             if kind in (wire.CONTROL, wire.RESPONSE):
                 self._receive_for_session(datagram, address, now_s)
             elif kind == wire.INIT:
                 self._receive_init(bytes(datagram), address, now_s)
+            elif is_init:
+                versions = f"version {kind >> 4} of the transport, this node version {wire.VERSION}"
+                self.local.rejected.note(address, f"it speaks {versions}", now_s)
+                raise WireError("an INIT of another version")
             else:
-                self.local.rejected.note_version(kind, address, now_s)
                 raise WireError(f"a datagram of kind {kind}")
         except (WireError, AuthenticationError) as error:
             is_malformed = isinstance(error, WireError)
             self.counters.malformed_datagrams += is_malformed
             self.counters.unauthenticated_datagrams += not is_malformed
             # A complete INIT of another version or secret, which cannot be anything else.
-            is_init = kind & 0x0F == wire.INIT & 0x0F and not any(datagram[1:4])
             if is_init and len(datagram) == wire.INIT_BYTES:
                 self.discovery.on_misfit(address, now_s)
 

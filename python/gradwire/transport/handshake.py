@@ -43,12 +43,6 @@ class RejectedPeers:
         # One limit for all senders: their addresses can be made up.
         self._log.log(None, now_s, text, format_address(address), reason, self.name)
 
-    def note_version(self, kind: int, address: Address, now_s: float) -> None:
-        """Count a datagram of an unknown kind if it is an INIT of another version."""
-        if kind & 0x0F == wire.INIT & 0x0F:  # the other bits are the version
-            versions = f"version {kind >> 4} of the transport, this node version {wire.VERSION}"
-            self.note(address, f"it speaks {versions}", now_s)
-
 
 class InitGate:
     """Decides which authentic INITs are decrypted: none twice, few a second; recent ones have a rate of their own."""
@@ -57,11 +51,7 @@ class InitGate:
         self._interval_s = 1.0 / per_second
         self._burst_s = (INITS_BURST - 0.5) * self._interval_s  # half an interval for rounding
         self._next_at_s = [float("-inf")] * 2  # when to admit the next timely INIT; any INIT
-        self._mac1s: OrderedDict[bytes, None] = OrderedDict()
-
-    def has_seen(self, mac1: bytes) -> bool:
-        """Return whether the INIT with this mac1 was admitted before."""
-        return mac1 in self._mac1s
+        self.mac1s: OrderedDict[bytes, None] = OrderedDict()  # of the INITs admitted last
 
     def admit(self, mac1: bytes, age_s: float, now_s: float) -> bool:
         """Return whether another INIT may be decrypted now, and remember its (verified) mac1 if so."""
@@ -69,9 +59,9 @@ class InitGate:
             at_s = max(self._next_at_s[rate], now_s - self._burst_s)  # saves up to a burst
             if at_s <= now_s:
                 self._next_at_s[rate] = at_s + self._interval_s
-                self._mac1s[mac1] = None
-                if len(self._mac1s) > MAC1S_MAX:
-                    self._mac1s.popitem(last=False)
+                self.mac1s[mac1] = None
+                if len(self.mac1s) > MAC1S_MAX:
+                    self.mac1s.popitem(last=False)
                 return True
         return False
 
@@ -130,7 +120,7 @@ class LocalNode:
     def read_init(self, datagram: bytes, address: Address, now_s: float) -> Admitted | None:
         """Return the handshake and the sender's introduction; None for a recording, or if there are too many."""
         mac1 = datagram[-wire.MAC1_BYTES :]
-        if self._gate.has_seen(mac1):
+        if mac1 in self._gate.mac1s:
             return None
         if not self.mac1.verify(datagram):
             self.rejected.note(address, "it has another secret", now_s)

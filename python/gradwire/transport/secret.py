@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import codecs
 import hmac
 import logging
 import os
@@ -85,7 +86,6 @@ def _read(path: Path) -> bytes | str:
     except OSError as error:
         raise ValueError(f"the secret file {path} cannot be read: {error.strerror}") from error
     if os.name == "posix" and mode & (stat.S_IRWXG | stat.S_IRWXO):
-        logger.warning(
-            "other users of this machine can read or change the secret file: chmod 600 %s", path
-        )
-    return data if len(data) == SECRET_BYTES or not data.isascii() else data.decode("ascii")
+        logger.warning("others can read or change the secret file: chmod 600 %s", path)
+    text = data.removeprefix(codecs.BOM_UTF8)  # which some editors write
+    return data if len(data) == SECRET_BYTES or not text.isascii() else text.decode("ascii")
