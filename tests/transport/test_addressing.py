@@ -105,3 +105,28 @@ def test_an_address_of_another_machine_is_refused_with_those_of_this_one(
     monkeypatch.setenv("GRADWIRE_IP", "203.0.113.9")
     with pytest.raises(OSError, match=r"203\.0\.113\.9:0: .*this machine has .*127\.0\.0\.1"):
         Node("0.0.0.0:0", secret=bytes(range(32)))
+
+
+def test_all_addresses_of_a_name_are_connected_to_and_count_as_one_peer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hosts = ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
+    lookup = socket.getaddrinfo
+
+    def lookup_workers(host: str, *options: int) -> list[object]:
+        names = hosts if host == "workers" else [host]
+        return [entry for each in names for entry in lookup(each, *options)]
+
+    secret = bytes(range(32))
+    with Node("127.0.0.1:0", secret=secret) as first:
+        port = first.address.split(":")[1]
+        monkeypatch.setattr(socket, "getaddrinfo", lookup_workers)
+        first.add_peer(f"workers:{port}")
+        with (
+            Node(f"127.0.0.2:{port}", secret=secret) as second,
+            Node(f"127.0.0.3:{port}", secret=secret) as third,
+        ):
+            assert set(first.wait_for_peers(2, timeout_s=10.0)) == {second.peer, third.peer}
+        assert first.seeds == {f"127.0.0.2:{port}"}
+    warning = next(line for line in caplog.messages if "workers" in line)
+    assert f"has 2 addresses (127.0.0.2:{port}, 127.0.0.3:{port})" in warning

@@ -72,3 +72,19 @@ def test_the_number_of_addresses_is_bounded() -> None:
     for port in range(10 * SEEDS_MAX):
         discovery.add(("10.0.0.1", port), is_learned=True)
     assert len(list(discovery.by_address)) == SEEDS_MAX
+
+
+def test_no_address_of_the_caller_is_left_out() -> None:
+    discovery = Discovery()
+    for port in range(2 * SEEDS_MAX):
+        discovery.add(("10.0.0.1", port))
+    assert len(discovery.seeds()) == 2 * SEEDS_MAX
+
+
+def test_an_address_from_a_peer_is_a_seed_once_the_caller_gives_it() -> None:
+    discovery = Discovery()
+    discovery.add(SEED, is_learned=True)
+    assert discovery.seeds() == []
+    discovery.add(SEED)
+    discovery.add(SEED, is_learned=True)
+    assert discovery.seeds() == [SEED]

@@ -120,7 +120,7 @@ def local_address(bound: Address, peers: Sequence[str]) -> Address:
     host, port = bound
     if host not in WILDCARDS:
         return bound
-    family = _family(bound)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for peer in peers:
         with suppress(OSError, ValueError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(resolve(peer, like=bound))  # sends nothing, only looks the route up
@@ -129,19 +129,21 @@ def local_address(bound: Address, peers: Sequence[str]) -> Address:
 
 
 def resolve(text: str, like: Address) -> Address:
-    """Return the numeric address of "host:port" in the family of ``like``; raise `ValueError` if there is none."""
+    """Return the first numeric address of "host:port"; see `resolve_all`."""
+    return resolve_all(text, like)[0]
+
+
+def resolve_all(text: str, like: Address) -> list[Address]:
+    """Return the numeric addresses of "host:port" in the family of ``like``; raise `ValueError` if there is none."""
     host, port = parse_address(text)
     if port == 0:
         raise ValueError(f"address {text!r} cannot be reached: its port must be from 1 to 65535")
     try:
-        entries = socket.getaddrinfo(host, port, _family(like), socket.SOCK_DGRAM)
+        family = socket.AF_INET6 if ":" in like[0] else socket.AF_INET
+        entries = socket.getaddrinfo(host, port, family, socket.SOCK_DGRAM)
     except (OSError, UnicodeError) as error:
         hint = ""
         if (":" in host) != (":" in like[0]):
             hint = f", because this node is bound to {format_address(like)}: bind an address of the peers' IP version"
         raise ValueError(f"address {text!r} cannot be resolved{hint}: {error}") from error
-    return str(entries[0][4][0]), port
-
-
-def _family(address: Address) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    return [(host, port) for host in dict.fromkeys(str(entry[4][0]) for entry in entries)]

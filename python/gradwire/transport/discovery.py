@@ -20,7 +20,7 @@ class Seed:
     """An address that should have a connection."""
 
     address: Address
-    is_learned: bool  # named by a peer, and dropped if nobody answers there
+    is_learned: bool  # not from the caller, and dropped if nobody answers there
     next_at_s: float = 0.0
     node_id: int | None = None
     misfit_at_s: float = -1.0  # when an INIT of another version or secret has come from there
@@ -34,9 +34,10 @@ class Discovery:
         self.by_address: dict[Address, Seed] = {}
 
     def add(self, address: Address, *, is_learned: bool = False) -> None:
-        """Add an address to connect to; ignored when there are too many already."""
-        if len(self.by_address) < SEEDS_MAX:
-            self.by_address.setdefault(address, Seed(address, is_learned))
+        """Add an address to connect to; one that a peer has named is ignored when there are too many already."""
+        if not is_learned or len(self.by_address) < SEEDS_MAX:
+            seed = self.by_address.setdefault(address, Seed(address, is_learned))
+            seed.is_learned &= is_learned
         self.reconsider()
 
     def reconsider(self) -> None:

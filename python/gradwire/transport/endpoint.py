@@ -75,9 +75,10 @@ class Endpoint:
         """The connected peers, in order."""
         return tuple(sorted(session.identity for session in self._up_sessions()))
 
-    def connect(self, address: Address) -> None:
-        """Connect to this address, and reconnect whenever the connection is lost."""
-        self.discovery.add(address)
+    def connect(self, *addresses: Address) -> None:
+        """Connect to the first address, and reconnect whenever the connection is lost; try the others, too."""
+        for index, address in enumerate(addresses):
+            self.discovery.add(address, is_learned=index > 0)
 
     def unanswered(self) -> list[Address]:
         """Return the addresses given to `connect` from which no peer is connected."""

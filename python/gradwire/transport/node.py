@@ -97,10 +97,11 @@ class Node(NotCopied, instead="make a node in every process that has one"):
         self._secret_name = f"the secret with fingerprint {fingerprint(key)}"
         chosen = addressing.choose_address(parse_address(bind), network_mask)
         # Everything that can fail comes before the socket, which an error would leave bound.
-        seeds = [resolve(seed, like=chosen) for seed in peers]
+        seeds = {seed: addressing.resolve_all(seed, like=chosen) for seed in peers}
         advertised = "" if advertise is None else format_address(resolve(advertise, like=chosen))
         self._driver = Driver(chosen, offload=offload)
-        shown = addressing.local_address(self._driver.address, [*map(format_address, seeds)])
+        first = [format_address(addresses[0]) for addresses in seeds.values()]
+        shown = addressing.local_address(self._driver.address, first)
         self.address = advertised or format_address(shown)
         local = LocalNode(
             key,
@@ -125,8 +126,8 @@ class Node(NotCopied, instead="make a node in every process that has one"):
         self._is_closed = False
         self._failure: Exception | None = None  # an internal error
         self._sleeps_until_s = 0.0
-        for seed in seeds:
-            self._connect(seed)
+        for seed, addresses in seeds.items():
+            self._connect(seed, addresses)
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
         self._thread = threading.Thread(target=self._run, name="gradwire-io", daemon=True)
         self._thread.start()
@@ -163,10 +164,15 @@ class Node(NotCopied, instead="make a node in every process that has one"):
             state = "closed" if self._is_closed else f"{len(self._endpoint.peers)} peers"
         return f"<gradwire.Node {self.names.get(self.id, f'{self.id:016x}')} at {self.address}, {state}>"
 
-    def _connect(self, address: Address) -> None:
-        is_own = addressing.is_served_by(address, self._driver.address)
-        if format_address(address) != self.address and not is_own:
-            self._endpoint.connect(address)
+    def _connect(self, name: str, addresses: list[Address]) -> None:
+        bound = self._driver.address
+        others = [each for each in addresses if not addressing.is_served_by(each, bound)]
+        others = [each for each in others if format_address(each) != self.address]
+        if len(others) > 1:
+            texts = ", ".join(map(format_address, others))
+            text = "%s has %d addresses (%s) and counts as one peer: name every node, or give min_peers"
+            logger.warning(text, name, len(others), texts)
+        self._endpoint.connect(*others)
 
     @property
     def peers(self) -> tuple[Peer, ...]:
@@ -185,9 +191,9 @@ class Node(NotCopied, instead="make a node in every process that has one"):
     def add_peer(self, address: str) -> None:
         """Connect to one more node and stay connected; raise `ValueError` if the address cannot be used."""
         self._check_open()
-        resolved = resolve(address, like=self._driver.address)
+        resolved = addressing.resolve_all(address, like=self._driver.address)
         with self._lock:
-            self._connect(resolved)
+            self._connect(address, resolved)
         self._driver.wake()
 
     def wait_for_peers(
