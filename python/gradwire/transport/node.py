@@ -151,7 +151,7 @@ class Node(NotCopied, instead="make a node in every process that has one"):
         """
         place = rendezvous.placement()
         expected = place.expected_peers(per_machine=per_machine)
-        if expected == 0 and not rendezvous.has_secret():
+        if place.is_alone(per_machine=per_machine) and not rendezvous.has_secret():
             options.setdefault("secret", secrets.token_bytes(32))
         placed = rendezvous.await_names(place, place.node_options(per_machine=per_machine))
         node = cls(**{**placed, **options})
