@@ -779,6 +779,22 @@ def test_a_late_node_with_another_optimiser_is_refused_by_name() -> None:
         shared_late(True, optax.adam(0.1))
 
 
+def test_a_state_that_was_taken_is_what_a_node_gives_before_its_next_update() -> None:
+    """A node that comes late may have to join again at once, or give another one the state."""
+    optimizer = optax.chain(
+        optax.trace(0.9), optax.scale_by_schedule(optax.constant_schedule(-0.1))
+    )
+    states = [gradwire.jax._SharedState(is_shared=True) for _ in range(3)]
+    for place, state in enumerate(states):
+        state.begin(optimizer.init(jax.numpy.full(4, float(place))))
+    states[0].set(optimizer.update(jax.numpy.ones(4), states[0].values)[1], 7)
+    states[1].load(states[0].export())
+    states[2].load(states[1].export())
+    trace, schedule = states[2].take(9)
+    np.testing.assert_array_equal(trace.trace, np.ones(4))
+    assert int(schedule.count) == 3
+
+
 def test_nodes_that_begin_together_keep_the_states_that_their_callers_have_restored() -> None:
     def train(rank: int) -> Any:
         params = jax.numpy.full(4, float(rank))

@@ -495,7 +495,9 @@ class _SharedState:
         """Return the state; nothing, with a warning, where the caller has donated its arrays."""
         if not self._is_shared:
             return []
-        leaves = self._leaves()
+        # What was taken counts already: another node may come late before this one's next update, or this one again.
+        values, step = self._taken or (self.values, self._step)
+        leaves = _plain_leaves(values)
         if any(getattr(leaf, "is_deleted", bool)() for leaf in leaves):
             if not self._has_warned:
                 _LOG.warning(
@@ -505,7 +507,7 @@ class _SharedState:
             return []
         arrays = [np.asarray(leaf) for leaf in leaves]
         layout = [[str(array.dtype), list(array.shape)] for array in arrays]
-        document = json.dumps({"step": self._step, "layout": layout})
+        document = json.dumps({"step": step, "layout": layout})
         data = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
         return [np.frombuffer(document.encode(), np.uint8), *data]
 
@@ -513,7 +515,7 @@ class _SharedState:
         """Raise `Mismatch` unless the arrays are of a state like this node's."""
         if not (arrays and self._is_shared):
             return
-        leaves = self._leaves()
+        leaves = _plain_leaves(self.values)
         here = [[str(leaf.dtype), list(leaf.shape)] for leaf in leaves]
         try:
             _, there = _read(arrays)
@@ -538,10 +540,11 @@ class _SharedState:
         values = [_loaded(leaf, next(loaded)) if _is_plain(leaf) else leaf for leaf in leaves]
         self._taken = jax.tree.unflatten(tree, values), step
 
-    def _leaves(self) -> list[Any]:
-        import jax
 
-        return [leaf for leaf in jax.tree.leaves(self.values) if _is_plain(leaf)]
+def _plain_leaves(values: Any) -> list[Any]:
+    import jax
+
+    return [leaf for leaf in jax.tree.leaves(values) if _is_plain(leaf)]
 
 
 def _read(arrays: Sequence[Any]) -> tuple[int, Any]:
