@@ -55,7 +55,7 @@ def _tell_step(ensure_member: Callable[..., None]) -> Callable[..., None]:
             _LOG.warning(
                 "this node comes in late, at step %d of the training: let schedules and data go on from there "
                 "(step_number)",
-                self._replica.step * self._options.every,
+                self._introductions.step_number(self._replica.step),
             )
 
     return told

@@ -428,7 +428,7 @@ class Start:
             if hello.phase is not Phase.NEW:
                 continue
             if hello.step != step:
-                theirs, ours = (number * self._options.every for number in (hello.step, step))
+                theirs, ours = map(self._introductions.step_number, (hello.step, step))
                 raise Mismatch(
                     f"{there} begins at step {theirs}, this node ({here}) at step {ours}: begin with the same "
                     "checkpoint on all nodes, each with its own file of that step; a node without a file gets one from "
@@ -468,7 +468,7 @@ class Start:
             "%s exchange of %d nodes begins at step %d",
             "sharded" if is_sharded else "mesh",
             len(members),
-            replica.step * self._options.every + replica.local_steps,
+            self._introductions.step_number(replica.step) + replica.local_steps,
         )
 
     def load_training(self, training: str) -> None:

@@ -267,8 +267,8 @@ class Step:
                 return clock.now_s() - begin_s
             if clock.now_s() >= begin_s + timeout_s:
                 raise WouldBlock(
-                    f"step {self._replica.step * self._options.every} cannot begin within {timeout_s:g} s: {obstacle}; "
-                    "the update was not taken"
+                    f"step {self._introductions.step_number(self._replica.step)} cannot begin within "
+                    f"{timeout_s:g} s: {obstacle}; the update was not taken"
                 )
             self._join.poll(clock.ROOM_POLL_S)
 
@@ -376,8 +376,7 @@ class Step:
                 else:
                     may_drop = False
                     silent = [run for run in needed or missing if run not in membership.departing]
-                    why = "sends nothing: the others go on without it"
-                    self._departure.suspect(silent, why)
+                    self._departure.suspect(silent, "sends nothing: the others go on without it")
             has_room = pending.ticket is not None or needed
             poll_s = clock.POLL_S if has_room else clock.ROOM_POLL_S
 
@@ -386,7 +385,8 @@ class Step:
         if missing:
             names = self._introductions.describe(sorted(missing))
             what = f"no message from {names}, though connected{_hint(pending, self._router.node)}"
-        return f"step {pending.step * self._options.every} is not finished after {self._options.timeout_s:g} s: {what}"
+        step = self._introductions.step_number(pending.step)
+        return f"step {step} is not finished after {self._options.timeout_s:g} s: {what}"
 
     # ---- the end of a step -------------------------------------------------------------------------------------------
 
@@ -443,13 +443,13 @@ class Step:
         is_common = self._is_sync and self._notes.is_written_by_all(senders, pending.step)
         if is_common:
             what = "all nodes go on from the parameters that were written on all of them"
-            _LOG.info("step %d: %s", pending.step * self._options.every, what)
+            _LOG.info("step %d: %s", self._introductions.step_number(pending.step), what)
         elif not self._has_shared_written:
             self._has_shared_written = True
             _LOG.warning(
                 "step %d: the parameters were changed on this node between two steps, and not in the same way on all "
                 "nodes: the change is shared as an update",
-                pending.step * self._options.every,
+                self._introductions.step_number(pending.step),
             )
         return self._replica.settle_written(
             payloads, params, is_common=is_common, has_moved=has_moved
