@@ -25,6 +25,9 @@ from gradwire.exchange import LocalExchange, LocalTeam, local
 from gradwire.exchange.owner import add_owner_state
 from gradwire.exchange.snapshot import as_state
 
+from ..seeds import seeds
+from .cluster import FakeNode, run_cluster
+
 SECRET = bytes(range(32))
 SHAPES = [(7, 3), (5,)]
 NUMEL = 26
@@ -825,6 +828,25 @@ def test_workers_with_checkpoints_of_different_steps_are_refused_with_both_numbe
         states = list(pool.map(work, range(2)))
     with gw.Node("127.0.0.1:0", secret=SECRET) as node, ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda rank: work(rank, states), range(2)))
+
+
+@pytest.mark.parametrize("seed", seeds(2))
+def test_a_machine_that_still_loads_its_checkpoint_is_waited_for(seed: int, name: str) -> None:
+    """With its workers told, but not its parameters, it would seem ready at step 0."""
+
+    def train(node: FakeNode, rank: int) -> Any:
+        share = gw.Exchange(gw.Encoder(NUMEL, 0.1), node, min_peers=1)
+        with LocalTeam(f"{name}.{rank}", size=2, rank=0) as made:
+            if rank:
+                node.cluster.compute(node, 1.0)  # until it is connected
+            made.lead(share)
+            if rank:
+                node.cluster.compute(node, 1.0)
+            share.load_state_dict({**share.state_dict(), "step": 5})
+            share.join(tensors())
+            return share.next_step, share.total_workers
+
+    assert run_cluster(train, count=2, seed=seed) == [(5, 4), (5, 4)]
 
 
 def test_a_state_of_another_rank_is_not_the_leader_s(

@@ -124,8 +124,8 @@ class Start:
             self.announce_params(params)
 
     def set_team(self, team: tuple[int, int]) -> None:
-        """Note the workers of this node's machine, see `Hello`, and tell the others if that is news."""
-        if self._introductions.set_team(team):
+        """Note the workers of this node's machine, see `Hello`; tell the others, unless it may load a checkpoint."""
+        if self._introductions.set_team(team) and self.has_announced:
             self._router.introduce()
 
     def wait_for_peers(self) -> None:
