@@ -347,7 +347,10 @@ def put_into(state: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:
         )
     first, *others = state["param_groups"]
     # A tuple, which distributed checkpoints store as a whole.
-    return {**state, "param_groups": [{**first, _dcp_key(): (stored,)}, *others]}
+    held: tuple[Any, ...] = (stored,)
+    if _dcp_key() != KEY:
+        held = stored, _unsharded(state)
+    return {**state, "param_groups": [{**first, _dcp_key(): held}, *others]}
 
 
 def take_from(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -360,10 +363,12 @@ def take_from(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     stored: dict[str, Any] = rest.pop(KEY, {})
     groups = []
     others: set[str] = set()
+    unsharded: Sequence[Any] = ()  # none in older checkpoints
     for group in rest.get("param_groups", ()):
         plain = dict(group)
-        for held in plain.pop(_dcp_key(), ()):
-            stored = held
+        if _dcp_key() in plain:
+            stored, *values = plain.pop(_dcp_key())
+            unsharded = values[0] if values else ()
         others.update(key for key in plain if key.partition(".")[0] == KEY)
         groups.append({key: plain[key] for key in plain if key not in others})
     if others and not stored:
@@ -371,7 +376,25 @@ def take_from(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
             f"the state has the residuals of {', '.join(sorted(others))}, and none of this rank, {_dcp_key()}: resume "
             "with the number of ranks that saved it"
         )
+    if unsharded:
+        names = [name for group in groups for name in group["params"]]
+        own = {name: value for name, value in zip(names, unsharded, strict=False) if value}
+        rest["state"] = {**rest["state"], **own}
     return {**rest, "param_groups": groups} if groups else rest, stored
+
+
+def _unsharded(state: dict[str, Any]) -> tuple[Any, ...]:
+    """Return this rank's own state of an optimiser, in the order of the parameters, where it is not sharded.
+
+    All ranks' shards are stored anyway. Of the state of a whole parameter, which differs among the ranks under one
+    name, one rank's is; torch's functions do not load without it.
+    """
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    values = [state["state"].get(number, {}) for number in numbers]
+    return tuple(
+        {} if any(hasattr(part, "to_local") for part in value.values()) else value
+        for value in values
+    )
 
 
 def _dcp_key() -> str:

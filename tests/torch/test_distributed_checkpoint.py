@@ -1,0 +1,126 @@
+"""One distributed checkpoint of several ranks that hold the whole model each."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+
+torch: Any = pytest.importorskip("torch", reason="torch is not installed")
+
+import torch.distributed as dist  # noqa: E402
+
+import gradwire as gw  # noqa: E402
+import gradwire.torch  # noqa: E402
+from gradwire.exchange import redistribute  # noqa: E402
+
+from .ranks import Ranks  # noqa: E402
+from .test_optimizer import OPTIMIZERS, SECRET, flat, model, train  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+# Not imported as ``torch.distributed.checkpoint``, which takes seconds and does without a process group.
+dcp: Any = importlib.import_module("torch.distributed.checkpoint")
+whole: Any = importlib.import_module("torch.distributed.checkpoint.state_dict")
+formats: Any = importlib.import_module("torch.distributed.checkpoint.format_utils")
+
+
+def begin(rank: int, name: str) -> Any:
+    node = gw.Node("127.0.0.1:0", secret=SECRET, node_id=rank + 1)
+    addresses: list[Any] = [None, None]
+    dist.all_gather_object(addresses, node.address)
+    if rank:
+        node.add_peer(addresses[0])
+    node.expected_peers = 1
+    net = model()
+    inner = OPTIMIZERS[name](net.parameters())
+    return node, net, gradwire.torch.share(net, inner, density=0.1, node=node)
+
+
+def moments(net: Any, optimizer: Any) -> Any:
+    """Return a copy of this rank's own state of the optimiser."""
+    states = [optimizer.state[param] for param in net.parameters()]
+    return torch.cat([value.flatten() for state in states for value in state.values()])
+
+
+def go_on(rank: int, net: Any, optimizer: Any) -> Any:
+    """Train on; return the moments before, the parameters, and the moments."""
+    before = moments(net, optimizer)
+    train(net, optimizer, rank, range(6, 12))
+    return before, flat(net), moments(net, optimizer)
+
+
+def resume(
+    rank: int, folder: str, name: str, *, is_async: bool = False, is_old: bool = False
+) -> Any:
+    """Return what `go_on` does after a save, and again from the checkpoint."""
+    node, net, optimizer = begin(rank, name)
+    with node:
+        train(net, optimizer, rank, range(6))
+        weights, state = whole.get_state_dict(net, optimizer)
+        if is_old:
+            group = state["param_groups"][0]
+            group[f"gradwire.{rank}"] = group[f"gradwire.{rank}"][:1]
+        saved = {"model": weights, "optimizer": state}
+        if is_async:
+            saving = dcp.async_save(saved, checkpoint_id=folder)
+        else:
+            dcp.save(saved, checkpoint_id=folder)
+        straight = go_on(rank, net, optimizer)
+        if is_async:
+            saving.result()  # written while the training went on
+        optimizer.close()
+    node, net, optimizer = begin(rank, name)
+    with node:
+        weights, state = whole.get_state_dict(net, optimizer)
+        loaded = {"model": weights, "optimizer": state}
+        dcp.load(loaded, checkpoint_id=folder)
+        weights, state = loaded["model"], loaded["optimizer"]
+        whole.set_state_dict(net, optimizer, model_state_dict=weights, optim_state_dict=state)
+        assert optimizer.result is None
+        again = go_on(rank, net, optimizer)
+        optimizer.close()
+    return straight, again
+
+
+def resume_later(rank: int, folder: str, name: str) -> Any:
+    return resume(rank, folder, name, is_async=True)
+
+
+def resume_an_old_one(rank: int, folder: str, name: str) -> Any:
+    return resume(rank, folder, name, is_old=True)
+
+
+@pytest.mark.parametrize("work", [resume, resume_later], ids=["save", "async_save"])
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_every_rank_goes_on_with_its_own_moments(
+    two_ranks: Ranks, tmp_path: Any, name: str, work: Any
+) -> None:
+    results = two_ranks.run(work, str(tmp_path), name)
+    (one, _), (other, _) = results
+    assert not torch.equal(one[0], other[0]), "each rank has moments of its own"
+    for straight, again in results:
+        assert all(map(torch.equal, straight, again))
+
+
+def test_a_checkpoint_without_every_rank_s_moments_gives_all_the_same(
+    two_ranks: Ranks, tmp_path: Any
+) -> None:
+    (_, one), (_, other) = two_ranks.run(resume_an_old_one, str(tmp_path), "AdamW")
+    assert torch.equal(one[0], other[0])
+
+
+def test_one_node_goes_on_from_the_checkpoint_of_two(two_ranks: Ranks, tmp_path: Any) -> None:
+    two_ranks.run(resume, str(tmp_path / "two"), "AdamW")
+    formats.dcp_to_torch_save(tmp_path / "two", tmp_path / "one.pt")
+    saved = torch.load(tmp_path / "one.pt")
+    [group] = saved["optimizer"]["param_groups"]
+    [merged] = redistribute([group[f"gradwire.{rank}"][0] for rank in (0, 1)], 1)
+    net = model()
+    optimizer = gradwire.torch.share(net, OPTIMIZERS["AdamW"](net.parameters()), density=0.1)
+    net.load_state_dict(saved["model"])
+    optimizer.load_state_dict({**saved["optimizer"], "gradwire": merged})
+    assert optimizer.step_number == 6
+    assert optimizer.state[net[0].weight]["step"] == 6
+    go_on(0, net, optimizer)
