@@ -220,6 +220,17 @@ def test_no_round_trip_is_measured_shorter_than_the_path_is_long(seed: int) -> N
     assert next(iter(one.endpoint.sessions)).rtt.minimum_s > 0.0399
 
 
+def test_messages_for_others_shorten_no_round_trip() -> None:
+    """A node hears that they are not for it, and holds that answer back no longer than any other."""
+    simulator = Simulator(13, Link(delay_s=0.05))
+    one, *_ = simulator.mesh(3)
+    peers = list(one.endpoint.peers)
+    for index in range(60):
+        simulator.publish(one, bytes(8_000), index, peers[index % 2])
+        simulator.run_for(0.03)
+    assert all(path.least_rtt_s > 0.0999 for path in one.endpoint.stats().peers)
+
+
 def test_a_late_acknowledgement_takes_nothing_back() -> None:
     simulator = Simulator(12, Link(delay_s=0.001))
     one, two = simulator.mesh(2)

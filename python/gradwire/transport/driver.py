@@ -138,11 +138,9 @@ class Driver:
 
     def _send_unsent(self) -> bool:
         """Send the queued datagrams in order; return False if the socket's buffer is full."""
-        while self.unsent:
-            if not self._send(self.unsent[0]):
-                return False
+        while self.unsent and self._send(self.unsent[0]):
             self.unsent.popleft()
-        return True
+        return not self.unsent
 
     def _send(self, transmit: Transmit) -> bool:
         address, slices, segment_bytes = transmit

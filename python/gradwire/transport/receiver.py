@@ -114,7 +114,7 @@ class Receiver:
         self._complete: dict[int, memoryview | int] = {}
         self._assembly: _Assembly | None = None
         self._unacknowledged_bytes = 0
-        self.last_arrival_s = 0.0  # when the latest data datagram came
+        self.last_arrival_s = 0.0  # when the latest data datagram, or skip, came
         self._frontier = start * FRAGMENTS_MAX  # position of the fragment after the newest one
 
     def grant_credit(self, window_records: int, now_s: float) -> None:
@@ -219,6 +219,7 @@ class Receiver:
 
     def skip(self, first: int, count: int, now_s: float) -> None:
         """Count records as complete that are meant for other nodes."""
+        self.last_arrival_s = now_s  # from then on the acknowledgement is held back
         # The first ones may have come in a session before. A skip beyond the window of an acknowledgement comes again.
         start = max(first, self.cumulative)
         if start < min(first + count, self.cumulative + ACK_WINDOW_RECORDS):
