@@ -252,8 +252,8 @@ def placement(environ: Mapping[str, str] | None = None) -> Placement:
     _check(launched)
     options = {
         **vars(launched),
-        "bind": variables.get(BIND) or None,
-        "peers": _addresses(variables) or None,
+        "bind": _checked(BIND, variables.get(BIND, "")) or None,
+        "peers": tuple(_checked(PEERS, address) for address in _addresses(variables)) or None,
         "min_peers": _number(variables, MIN_PEERS) if variables.get(MIN_PEERS) else None,
     }
     return Placement(**options)
@@ -515,5 +515,17 @@ def _task_counts(tasks: str) -> list[int]:
 def _number(variables: Mapping[str, str], name: str, default: int | None = None) -> int:
     text = variables.get(name, "" if default is None else str(default))
     if not text.isdecimal():
-        raise ValueError(f"the environment variable {name} is {text!r}, must be a number")
+        raise ValueError(
+            f"the environment variable {name} is {text!r}, must be a whole number, 0 or more"
+        )
     return int(text)
+
+
+def _checked(name: str, address: str) -> str:
+    """Return an address of an environment variable; raise `ValueError`, with the variable's name, if it is none."""
+    try:
+        if address:
+            parse_address(address)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    return address
