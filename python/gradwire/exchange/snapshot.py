@@ -526,11 +526,6 @@ class Donor:
         self._is_sending = False
 
     @property
-    def is_idle(self) -> bool:
-        """Whether nobody waits for a snapshot."""
-        return not self._requests and not self._transfers
-
-    @property
     def requesters(self) -> set[NodeRun]:
         """The nodes whose requests are not answered yet."""
         return set(self._requests)
