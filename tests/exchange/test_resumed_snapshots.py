@@ -46,7 +46,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a snapshot travel for several steps."""
     monkeypatch.setattr(snapshot_module, "_PART_BYTES", PART_BYTES)
-    monkeypatch.setattr(snapshot_module, "_WHOLE_BYTES", 0)
+    monkeypatch.setattr(snapshot_module, "_WHOLE_BYTES", 1)
     monkeypatch.setattr(snapshot_module, "_ALIGNMENT_BYTES", PART_BYTES)
     monkeypatch.setattr(snapshot_module, "_DONORS_MAX", 1)
 

@@ -748,8 +748,8 @@ class Recipient:
         # What goes on with an earlier snapshot needs the updates between two steps, and not between many.
         count = 1
         if step is not None and not goes_on and not self._asks_one:
-            share_bytes = max(_WHOLE_BYTES, 1)
-            count = min(len(donors), _DONORS_MAX, max(1, _layout_bytes(own_layout) // share_bytes))
+            shares = max(1, _layout_bytes(own_layout) // _WHOLE_BYTES)
+            count = min(len(donors), _DONORS_MAX, shares)
         step = step if count > 1 else None
         donors = sorted(donors, key=lambda run: run != self._fastest)
         self._rate, self._fastest = 0.0, None
