@@ -74,7 +74,7 @@ ALLOWED = {
     "torch": CODEC | {"exchange", "rendezvous", "sharing", "torch", "transport", INTERFACE},
     "hf": {"exchange", "sharing", "torch"},
     "lightning": {"exchange", "rendezvous", "sharing", "torch"},
-    "ray": {"cli"},
+    "ray": {"cli", "rendezvous"},
     "spark": CODEC | {"clock", "exchange", "feed", "spark", "torch", "transport", INTERFACE},
     "__init__": CODEC | {"coprocessor", "cost", "exchange", "hosted", "sharing", "transport"},
     "__main__": {"cli"},

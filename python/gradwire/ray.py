@@ -15,6 +15,7 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(text, name=error.name) from error
 
 from .cli.run import free_port
+from .rendezvous import format_address
 
 __all__ = ["GradwireConfig"]
 
@@ -53,7 +54,7 @@ class _Seat:
     port: int
 
     def address(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return format_address((self.host, self.port))
 
 
 class _TeamBackend(Backend):  # type: ignore[misc,unused-ignore]
