@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..rendezvous import placement
+from ..rendezvous import parse_address, placement
 from .share import check_kinds, share
 
 if TYPE_CHECKING:
@@ -93,14 +93,13 @@ class Place:
             ValueError: there is no launcher, or only one process.
         """
         place = placement()
-        host, _, port = place.seed.rpartition(":")
-        if place.rank is None or not place.size or place.size < 2 or not port:
+        if place.rank is None or not place.size or place.size < 2 or not place.seed:
             raise ValueError(
                 "a comparison needs two processes or more, started by torchrun or another launcher; "
                 "`gradwire compare -n 4 SCRIPT` starts them on this machine"
             )
-        own_port = os.environ.get(PORT_VARIABLE)
-        return cls(place.rank, place.size, host.strip("[]"), int(own_port or int(port) + 1))
+        host, port = parse_address(place.seed)
+        return cls(place.rank, place.size, host, int(os.environ.get(PORT_VARIABLE) or port + 1))
 
     def open_store(self) -> dist.Store:
         """Return a store of the processes, which is in rank 0."""
