@@ -234,16 +234,14 @@ def _named(
             raise ValueError(
                 f"{names[param]} was made under torch.inference_mode, and no step can change it: make the model outside"
             )
-        if any(stride == 0 < size - 1 for size, stride in zip(*_layout(param), strict=True)):
+        if any(
+            stride == 0 < size - 1 for size, stride in zip(param.shape, param.stride(), strict=True)
+        ):
             raise ValueError(
                 f"{names[param]} has several elements in the same memory, as expand makes them, so no step can move "
                 "them: make it of its clone() before the optimiser is made"
             )
     return [(names[param], param) for param in params]
-
-
-def _layout(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return tuple(tensor.shape), tensor.stride()
 
 
 class _Untrained:
