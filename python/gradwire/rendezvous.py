@@ -9,7 +9,7 @@ import socket
 import time
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 __all__ = [
@@ -250,19 +250,17 @@ def placement(environ: Mapping[str, str] | None = None) -> Placement:
         or _alone(variables)
     )
     _check(launched)
-    options = {
-        **vars(launched),
-        "bind": _checked(BIND, variables.get(BIND, "")) or None,
-        "peers": tuple(_checked(PEERS, address) for address in _addresses(variables)) or None,
-        "min_peers": _number(variables, MIN_PEERS) if variables.get(MIN_PEERS) else None,
-    }
-    return Placement(**options)
+    return replace(
+        launched,
+        bind=_checked(BIND, variables.get(BIND, "")) or None,
+        peers=tuple(_checked(PEERS, address) for address in _addresses(variables)) or None,
+        min_peers=_number(variables, MIN_PEERS) if variables.get(MIN_PEERS) else None,
+    )
 
 
-def has_secret(environ: Mapping[str, str] | None = None) -> bool:
+def has_secret() -> bool:
     """Return whether the environment has a cluster secret."""
-    variables = os.environ if environ is None else environ
-    return any(variables.get(name) for name in SECRETS)
+    return any(os.environ.get(name) for name in SECRETS)
 
 
 def name_of(place: Placement) -> str:
