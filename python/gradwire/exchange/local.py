@@ -568,10 +568,7 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
     has_local_steps = False
     takes_devices = False  # the team's memory is the host's
     is_settled = True  # all workers' parameters are the team's after every call
-    rank = 0  # this worker's place in the team; 0 has the node
-    workers = 1  # of the team
     members: tuple[Peer, ...] = ()  # the machine's, after the first call
-    total_workers = 1  # of all machines, after the first call
 
     def __init__(self, team: LocalTeam, exchange: Exchange | None) -> None:
         self.team = team
@@ -584,7 +581,9 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
         self.agreement = Agreement() if exchange is None else exchange.agreement
         self._written: Arrays = []  # by the caller, since the last call
         self._loaded_step = 0  # of a checkpoint, where the leader has the rest
-        self.rank, self.workers, self.total_workers = team.rank, team.workers, team.workers
+        self.rank = team.rank  # this worker's place in the team; 0 has the node
+        self.workers = team.workers
+        self.total_workers = team.workers  # of all machines, after the first call
 
     @property
     def present(self) -> int:
