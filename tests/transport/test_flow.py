@@ -84,6 +84,19 @@ def test_small_messages_do_not_slow_down_a_larger_one_after_them() -> None:
     assert simulator.now_s - started_s < 3 * before.srtt_s
 
 
+def test_messages_of_a_round_trip_learn_that_a_queue_is_short() -> None:
+    """In each of them the sender soon has nothing to send, and the queue, of 1 ms, delays nothing."""
+    link = Link(0.01, rate_bytes_per_s=125e6, queue_bytes=125_000)
+    simulator = Simulator(1, Link(delay_s=0.01))
+    one, two = simulator.mesh(2)
+    simulator.links[one.address, two.address] = link
+    for index in range(16):
+        ticket = simulator.publish(one, bytes(3 * MEGABYTE), index)
+        simulator.run_until(lambda ticket=ticket: ticket.is_done, 10.0)  # type: ignore[misc]
+        simulator.run_for(0.5)
+    assert one.endpoint.stats().lost_bytes < 0.1 * 16 * 3 * MEGABYTE
+
+
 @pytest.mark.parametrize("senders", [16, pytest.param(32, marks=pytest.mark.slow)])
 def test_many_to_one_use_the_link(senders: int) -> None:
     # The last of many may lose its last datagrams again and again, so single runs differ much.

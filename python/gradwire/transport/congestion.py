@@ -273,7 +273,7 @@ class RateController:
             if now_s - self._gain_since_s > max(self._rtt.minimum_s, PACING_SLACK_S):
                 self._gain_index = (self._gain_index + 1) % len(PROBE_GAINS)
                 self._gain_since_s = now_s
-        elif new_round and not mark.app_limited:
+        elif new_round and (not mark.app_limited or seen.lost_share > 0.1):
             self._notice_full_pipe()
         if new_round:
             self._seen = RoundTrip(now_s, number=number, ends_at_bytes=self._delivered_bytes)
