@@ -180,6 +180,35 @@ def test_how_ddp_arranges_its_buckets_changes_no_bit(two_ranks: Ranks) -> None:
     assert all(map(torch.equal, weights, same))
 
 
+class FailsOnce:
+    """A policy of the caller's that raises in the middle of the second step."""
+
+    initial = THRESHOLD
+    sample_density = None
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def next_threshold(self, threshold: float, *_: Any) -> float:
+        self.calls += 1
+        if self.calls == 8:
+            raise ValueError("not now")
+        return threshold
+
+
+def fail_once(rank: int) -> Any:
+    training = Training(rank, threshold=FailsOnce())
+    training.step(0)
+    with pytest.raises(RuntimeError, match="not now"):
+        training.step(1)
+    return training.accounted
+
+
+def test_a_step_that_fails_in_the_middle_of_a_bucket_is_taken_back(two_ranks: Ranks) -> None:
+    (params, first), (_, second) = two_ranks.run(fail_once)
+    assert torch.equal(-2.0 * params + first + second, expected_sum([0]))
+
+
 def share_once(rank: int) -> Any:
     training = Training(rank, threshold=gw.TargetDensity(0.1))
     training.step(0)

@@ -118,14 +118,14 @@ class _Job:
 
     def put_back_messages(self) -> None:
         """Add the messages to the residuals again."""
-        for state, message in zip(self.states, self.messages, strict=True):
+        for state, message in zip(self.states, self.messages, strict=False):
             if message is not None:
                 apply(message, state.encoder.residual)
 
     def revert(self) -> None:
         """Make residuals and velocities what they were before this step."""
         self.put_back_messages()
-        for state, update in zip(self.states, self.updates, strict=True):
+        for state, update in zip(self.states, self.updates, strict=False):
             state.revert_update(update)
 
     def parse_gathered(self) -> list[list[Message]]:
@@ -525,6 +525,10 @@ class ThresholdState:
         updates: list[torch.Tensor] = []
         messages: list[Any] = []
         refused: NonFiniteUpdate | None = None
+        # Filled from here on: an error in the middle leaves them to `revert`.
+        job.states = states
+        job.updates = updates
+        job.messages = messages
         for state, gradient in zip(states, self._gradients(job.staging, states), strict=True):
             updates.append(state.add_momentum(gradient))
             try:
@@ -546,9 +550,6 @@ class ThresholdState:
             level = logging.WARNING if is_first else logging.DEBUG
             text = "step %d, bucket %d: %s; HookStats.skipped_steps counts further ones"
             _LOG.log(level, text, job.step, job.index, refused)
-        job.states = states
-        job.updates = updates
-        job.messages = messages
 
     def _finish_step(self) -> None:
         """Turn the gradients of all buckets into the average of the ranks' messages."""
