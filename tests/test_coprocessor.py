@@ -760,6 +760,19 @@ def test_descent_at_the_host_is_that_of_one_machine(
 
 
 @pytest.mark.torch
+def test_a_torch_optimizer_may_have_parameters_in_another_order(cluster: Cluster) -> None:
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    layer, local = (torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last) for _ in "ab")
+    before = layer.weight.detach().clone()
+    params = list(layer.parameters())
+    host = cluster.host(torch.optim.SGD(params, lr=0.5), params=params, name="model")
+    worker = cluster.worker(host, local.parameters(), name="model", in_flight=0)
+    gradient = np.arange(108, dtype=np.float32).reshape(4, 3, 3, 3)
+    cluster.run(host, lambda: worker.send([gradient, np.zeros(4, np.float32)], dense=True))
+    torch.testing.assert_close(layer.weight.detach(), before - 0.5 * torch.from_numpy(gradient))
+
+
+@pytest.mark.torch
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_sgd_follows_a_schedule_of_learning_rates_as_torch_s(nesterov: bool) -> None:
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")

@@ -155,7 +155,7 @@ class _TorchOptimizer:
             )
         self._optimizer = optimizer
         self._tensors = tensors
-        self._gradients = [np.zeros_like(param) for param in params]
+        self._gradients = [np.zeros_like(param, order="C") for param in params]
         self._torch = sys.modules["torch"]
 
     @property
