@@ -164,6 +164,21 @@ def test_parameters_that_are_written_in_place_before_the_first_update_stay() -> 
         np.testing.assert_array_equal(optax.apply_updates(params, updates)["weights"], 4.5)
 
 
+@pytest.mark.parametrize("leaf", [np.ones((3, 2), np.float32).T, np.full((2, 3), 0.1)])
+def test_parameters_may_be_any_array_of_numpy_s(leaf: Any) -> None:
+    """A training has them as JAX computes with them: in float32, and without gaps."""
+    with gradwire.jax.share(optax.sgd(0.5), codec="dense") as shared:
+        state = shared.init({"weight": leaf})
+        params = shared.join()
+        assert params["weight"].dtype == np.float32
+        updates, state = shared.update({"weight": np.ones((2, 3))}, state, {"weight": leaf})
+        saved = shared.state_dict()
+    np.testing.assert_allclose(optax.apply_updates(params, updates)["weight"], leaf - 0.5, 0.01)
+    with gradwire.jax.share(optax.sgd(0.5), codec="dense") as shared:
+        shared.init(params)
+        shared.load_state_dict(saved)
+
+
 def test_parameters_that_no_sum_can_change_are_refused() -> None:
     params = {"mask": jax.numpy.asarray([0.0, -jax.numpy.inf]), "weights": jax.numpy.ones(3)}
     with pytest.raises(ValueError, match="1 elements of mask are NaN or infinite"):

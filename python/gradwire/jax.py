@@ -240,7 +240,8 @@ class _SharedUpdates:
         for name, leaf in zip(names, leaves, strict=True):
             if isinstance(leaf, (str, bytes)):
                 raise TypeError(f"{name} is {reprlib.repr(leaf)}: parameters must be arrays")
-        for name, dtype in zip(names, map(jax.numpy.result_type, leaves), strict=True):
+        dtypes = [jax.numpy.result_type(leaf) for leaf in leaves]  # which it computes with
+        for name, dtype in zip(names, dtypes, strict=True):
             if dtype not in (np.float32, np.float64):
                 raise TypeError(
                     f"{name} is {dtype}: parameters must be float32 or float64; keep a master copy, and convert it for "
@@ -255,7 +256,8 @@ class _SharedUpdates:
         inner = self._optimizer.init(params)
         self.close()
         self._tree = tree
-        self._leaves = [np.array(leaf) for leaf in leaves]
+        pairs = zip(leaves, dtypes, strict=True)
+        self._leaves = [np.array(leaf, dtype, order="C") for leaf, dtype in pairs]
         self._shardings = [
             leaf.sharding if getattr(leaf, "committed", False) else None for leaf in leaves
         ]
@@ -319,8 +321,10 @@ class _SharedUpdates:
         _refuse_tracers("update", (updates, params))
         if not self._has_joined:
             self.join()
-        before = [np.asarray(leaf) for leaf in self._leaves_of("the parameters", params)]
-        matches = [all(map(_is_close, before, expected)) for expected in self._expected]
+        given = list(map(np.asarray, self._leaves_of("the parameters", params)))
+        matches = [all(map(_is_close, given, expected)) for expected in self._expected]
+        pairs = zip(given, self._leaves, strict=True)
+        before = [leaf.astype(own.dtype, copy=False) for leaf, own in pairs]
         # Parameters that were restored from elsewhere, or changed in another way, are the caller's word.
         if not any(matches):
             _fill(self._leaves, before)
@@ -752,7 +756,7 @@ def _blocks(*arrays: Any) -> Iterator[list[Any]]:
 
 def _is_close(array: Any, expected: Any) -> bool:
     """Return whether two arrays are equal but for the rounding of an addition."""
-    rounding = 4.0 * float(np.finfo(array.dtype).eps)
+    rounding = 4.0 * max(float(np.finfo(each.dtype).eps) for each in (array, expected))
     for block, other in _blocks(array, expected):
         if (block == other).all():
             continue
