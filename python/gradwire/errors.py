@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NoReturn
+import pickle
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 __all__ = [
     "BackendUnavailable",
@@ -19,6 +20,8 @@ __all__ = [
     "TransportError",
     "WouldBlock",
 ]
+
+_Error = TypeVar("_Error")
 
 
 class GradwireError(Exception):
@@ -110,3 +113,12 @@ def is_failure(kind: object = None, error: object = None, *_: object) -> bool:
     """Return whether what leaves a ``with`` block is a failure: ``sys.exit()`` and ``sys.exit(0)`` are not."""
     is_orderly = isinstance(error, SystemExit) and error.code in (None, 0)
     return kind is not None and not is_orderly
+
+
+def portable(error: _Error) -> _Error | GradwireError:
+    """Return an error as another process can have it: a copy, or only its text where it cannot be pickled."""
+    try:
+        copy: _Error = pickle.loads(pickle.dumps(error))  # noqa: S301
+    except Exception:
+        return GradwireError(f"{type(error).__name__}: {error}")
+    return copy

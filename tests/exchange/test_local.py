@@ -260,6 +260,68 @@ def test_an_interrupted_call_of_the_leader_ends_for_all_workers(
         np.testing.assert_array_equal(params, expected)
 
 
+def test_a_worker_that_is_interrupted_while_it_waits_stays_in_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    interrupts = [KeyboardInterrupt()]
+    end_call = LocalTeam.end_call
+
+    def interrupted(team: LocalTeam, call: int) -> None:
+        if team.rank and call == 2 and interrupts:
+            raise interrupts.pop()
+        end_call(team, call)
+
+    monkeypatch.setattr(LocalTeam, "end_call", interrupted)
+
+    def work(rank: int, share: LocalExchange) -> Any:
+        params = tensors()
+        for step in range(5):
+            if rank and step == 1:
+                with pytest.raises(KeyboardInterrupt):
+                    share.step(tensors(10 * rank + step), params)
+            else:
+                assert share.step(tensors(10 * rank + step), params).step == step
+        return flat(params)
+
+    outcomes, _ = run_team(work, 2, reduction="sum", codec="dense")
+    expected = sum(flat(tensors(10 * rank + step)) for rank in range(2) for step in range(5))
+    for params in outcomes:
+        np.testing.assert_array_equal(params, expected)
+
+
+class _NeedsArguments(Exception):
+    def __init__(self, path: str, code: int) -> None:
+        super().__init__(f"{path}: {code}")
+
+
+def _with_a_lock() -> Exception:
+    error = RuntimeError("/x: 28")
+    error.lock = threading.Lock()  # type: ignore[attr-defined]
+    return error
+
+
+@pytest.mark.parametrize("make", [lambda: _NeedsArguments("/x", 28), _with_a_lock])
+def test_an_error_that_cannot_be_copied_is_told_by_its_text(make: Callable[[], Exception]) -> None:
+    def fail(*_: Any) -> None:
+        raise make()
+
+    def work(rank: int, share: LocalExchange) -> Any:
+        params = tensors()
+        if share.exchange is not None:
+            share.exchange.listeners.append(fail)
+        with pytest.raises(gw.GradwireError, match=r"(_NeedsArguments|RuntimeError): /x: 28"):
+            share.step(tensors(rank), params)
+        if share.exchange is not None:
+            share.exchange.listeners.clear()
+        share.step(tensors(10 + rank), params)
+        return flat(params)
+
+    outcomes, _ = run_team(work, 2, reduction="sum", codec="dense")
+    expected = sum(flat(tensors(seed)) for seed in (0, 1, 10, 11))
+    for params in outcomes:
+        np.testing.assert_array_equal(params, expected)
+
+
 def test_every_worker_knows_what_the_machine_has_sent() -> None:
     def work(rank: int, share: LocalExchange) -> Any:
         params = tensors()

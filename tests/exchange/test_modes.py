@@ -366,3 +366,31 @@ def test_what_is_neither_encoder_nor_node_is_refused() -> None:
             gw.Exchange([encoder()], made.node(1))  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="node must be a Node"):
             gw.Exchange(encoder(), None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("has_left", [False, True])
+def test_a_resync_without_others_changes_nothing(has_left: bool) -> None:
+    """There is nobody whose parameters it could take, and nobody comes back."""
+
+    def work(node: FakeNode, rank: int) -> int:
+        share = gw.Exchange(encoder(), node, min_peers=int(has_left), codec="dense")
+        params = np.zeros(NUMEL, np.float32)
+        share.step(np.ones(NUMEL, np.float32), params)
+        if rank:
+            share.leave(params)
+            return 1
+        while share.members:
+            share.step(np.zeros(NUMEL, np.float32), params)
+        joined = share.resync(params)
+        assert (joined.is_late, joined.step) == (False, share.next_step)
+        assert (params == 1.0).all()
+        return share.step(np.ones(NUMEL, np.float32), params).applied
+
+    assert run_cluster(work, count=1 + has_left, seed=1) == [1] * (1 + has_left)
+
+
+def test_parameters_without_an_element_may_be_sharded() -> None:
+    with cluster(0) as made:
+        share = gw.Exchange(encoder(0), made.node(1), min_peers=0, topology="sharded")
+        result = share.step(np.zeros(0, np.float32), np.zeros(0, np.float32))
+    assert (result.threshold, result.is_shakeup, result.ratio) == (0.0, False, 0.0)

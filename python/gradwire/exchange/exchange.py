@@ -112,11 +112,10 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
         ([0.5, 0.0, -0.5], 1)
     """
 
-    # As a `LocalExchange` has them: the place of this worker on its machine, the number of workers, how many took part
-    # in the last call, and whether parameters may be on a device.
+    # As a `LocalExchange` has them: the place of this worker on its machine, the number of workers, and whether
+    # parameters may be on a device.
     rank = 0
     workers = 1
-    present = 1
     takes_devices = True
     step_number = property(lambda self: _step_number(self))
 
@@ -283,11 +282,14 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
     def resync(self, params: Any, optimizer_state: OptimizerState = ()) -> Joined:
         """Take parameters, step and optimiser's state from a member again: after `Diverged`, or after a long pause.
 
-        Unsent updates stay in the residual. The others go on meanwhile.
+        Unsent updates stay in the residual. The others go on meanwhile. A node that trains alone goes on as it is.
 
         Args, Raises: as ``join``.
         """
-        if self._membership.phase is Phase.IN:
+        membership = self._membership
+        # Where some are missed, they may come back together with this node.
+        has_others = membership.peers or self.total_workers < self._options.min_members
+        if membership.phase is Phase.IN and has_others:
             self._departure.rejoin("resync")
         return self.join(params, optimizer_state)
 

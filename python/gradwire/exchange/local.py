@@ -541,7 +541,7 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
     def publish_outcome(self, outcome: _Outcome) -> None:
         """Publish the leader's outcome for the other workers."""
         data = pickle.dumps(outcome)
-        # An error may carry anything. Its text is what the other workers need.
+        # An error may carry much. Its text is what the other workers need.
         if len(data) > _OUTCOME_BYTES - 8:
             short = GradwireError(str(outcome)[:500])
             data = pickle.dumps(replace(outcome, result=None, error=short, members=()))
@@ -584,11 +584,6 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
         self.rank = team.rank  # this worker's place in the team; 0 has the node
         self.workers = team.workers
         self.total_workers = team.workers  # of all machines, after the first call
-
-    @property
-    def present(self) -> int:
-        """Number of workers that took part in the last call."""
-        return self.team.present
 
     @property
     def next_step(self) -> int:
@@ -804,6 +799,8 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
             begins_at=self.step_number,
             written=written,
         )
+        is_first_call = self._call is None
+        self._call = call  # also if the wait is interrupted: the others have this worker's update
         interrupt = self.exchange and self._act(self.exchange, action, state)
         team.end_call(call)
         self._written = []
@@ -814,17 +811,16 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
         self.agreement.outer_momentum = outcome.outer_momentum
         # Only a worker that has no state of its own takes the leader's: a new one, or all of them where the machine
         # joined late.
-        is_new = self._call is None or getattr(outcome.result, "is_late", False)
+        is_new = is_first_call or getattr(outcome.result, "is_late", False)
         if outcome.state_file and is_new and self.exchange is None:
             team.take_state(as_state(state), outcome.state_file)
-        if self._call is None and call > 1 and outcome.error is None:
+        if is_first_call and call > 1 and outcome.error is None:
             _LOG.warning(
                 "rank %d of this machine comes in late, at step %d of the training: let schedules and data go on from "
                 "there (step_number)",
                 self.rank,
                 outcome.step_number,
             )
-        self._call = call
         targets = team.params if params is None else writable_views(params)
         # A caller may train on the team's memory itself, which needs no copy.
         if not all(np.shares_memory(*pair) for pair in zip(targets, team.params, strict=True)):
@@ -874,7 +870,7 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
         team.publish_outcome(
             _Outcome(
                 result,
-                error,
+                errors.portable(error),
                 exchange.next_step,
                 exchange.step_number,
                 single.resume_number(exchange),
