@@ -37,6 +37,33 @@ def test_a_checkpoint_of_another_optimizer_is_refused(cluster: Cluster, tmp_path
         cluster.host(torch.optim.SGD(params, lr=0.1), **options)
 
 
+@pytest.mark.torch
+def test_an_optimizer_of_torch_goes_on_from_a_checkpoint(cluster: Cluster, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+    def make(node: gw.Node | None = None) -> tuple[Host, Any]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(20, 3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        params, path = list(model.parameters()), tmp_path / "checkpoint"
+        return cluster.host(optimizer, node, params=params, path=path), optimizer
+
+    host, optimizer = make()
+    worker = cluster.worker(host, in_flight=0)
+    for value in (1.0, 2.0, 3.0):
+        cluster.run(host, lambda: worker.send(np.full(63, value, np.float32)))  # noqa: B023
+    host.save()
+    address = kill(host)
+    resumed, other = make(cluster.node(bind=address))
+    assert resumed.version == 3
+    np.testing.assert_array_equal(flat(resumed.params), flat(host.params))
+    for index, state in optimizer.state_dict()["state"].items():
+        for key, value in state.items():
+            assert torch.equal(other.state_dict()["state"][index][key], value)
+    cluster.run(resumed, lambda: worker.send(np.ones(63, np.float32)))
+    assert resumed.version == 4
+
+
 class Touching:
     """Makes a file when it is unpickled."""
 

@@ -220,7 +220,10 @@ def test_a_mesh_step_enters_few_modules_and_none_of_the_owners(
     other.start()
     train(0)
     other.join()
-    calls, moves, modules = min(profiles, key=lambda profile: profile[0])
+    # Other work of the machine adds calls to a step, or lets it find its message elsewhere: in fewer calls, of which
+    # more cross to another module.
+    calls, moves = (min(profile[index] for profile in profiles) for index in (0, 1))
+    _, _, modules = min(profiles, key=lambda profile: profile[0])
     assert not any("exchange/owner.py" in names for *_, names in profiles)
     assert len(modules) <= 25
     assert calls <= 230

@@ -112,10 +112,10 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
         ([0.5, 0.0, -0.5], 1)
     """
 
-    # As a `LocalExchange` has them: the place of this worker on its machine, the number of workers, and whether
-    # parameters may be on a device.
+    # A `LocalExchange` explains these.
     rank = 0
     workers = 1
+    present = 1
     takes_devices = True
     step_number = property(lambda self: _step_number(self))
 
@@ -286,10 +286,8 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
 
         Args, Raises: as ``join``.
         """
-        membership = self._membership
-        # Where some are missed, they may come back together with this node.
-        has_others = membership.peers or self.total_workers < self._options.min_members
-        if membership.phase is Phase.IN and has_others:
+        has_others = self._membership.peers or self._membership.introductions.interrupted
+        if self._membership.phase is Phase.IN and has_others:
             self._departure.rejoin("resync")
         return self.join(params, optimizer_state)
 

@@ -483,9 +483,7 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
             look_s = now_s + _LOOK_S
             # The order matters: a worker may do what is waited for and end right after, between the two looks.
             is_gone = not all(map(self._is_alive, ranks))
-            if is_done():
-                return
-            if is_gone and not is_needed:
+            if is_done() or (is_gone and not is_needed):
                 return
             if is_gone and 0 in ranks and self.started_call:
                 raise PeerLost(
@@ -568,6 +566,9 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
     has_local_steps = False
     takes_devices = False  # the team's memory is the host's
     is_settled = True  # all workers' parameters are the team's after every call
+    rank = 0  # this worker's place in the team; 0 has the node
+    workers = 1  # of the team
+    present = property(lambda self: self.team.present)  # how many took part in the last call
     members: tuple[Peer, ...] = ()  # the machine's, after the first call
 
     def __init__(self, team: LocalTeam, exchange: Exchange | None) -> None:
@@ -581,8 +582,7 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
         self.agreement = Agreement() if exchange is None else exchange.agreement
         self._written: Arrays = []  # by the caller, since the last call
         self._loaded_step = 0  # of a checkpoint, where the leader has the rest
-        self.rank = team.rank  # this worker's place in the team; 0 has the node
-        self.workers = team.workers
+        self.rank, self.workers = team.rank, team.workers
         self.total_workers = team.workers  # of all machines, after the first call
 
     @property
@@ -791,18 +791,22 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
         last_call = team.started_call if self._call is None else self._call
         written = int(digest_of(self._written), 16) if self._written else 0
         team._rows[_CALL, team.rank] = _CALLS.index(name)  # the leader reads it within the call
-        call = team.begin_call(
-            last_call + 1,
-            update,
-            before,
-            is_new=self._call is None,
-            begins_at=self.step_number,
-            written=written,
-        )
-        is_first_call = self._call is None
-        self._call = call  # also if the wait is interrupted: the others have this worker's update
-        interrupt = self.exchange and self._act(self.exchange, action, state)
-        team.end_call(call)
+        try:
+            call = team.begin_call(
+                last_call + 1,
+                update,
+                before,
+                is_new=self._call is None,
+                begins_at=self.step_number,
+                written=written,
+            )
+            interrupt = self.exchange and self._act(self.exchange, action, state)
+            team.end_call(call)
+        except BaseException as error:
+            # The others go on with the update of a worker that is interrupted, and it would be a call behind.
+            if self.exchange is None and not isinstance(error, Exception):
+                team.close(has_failed=True)
+            raise
         self._written = []
         self._outcome = outcome = team.read_outcome()
         self.members = outcome.members
@@ -811,16 +815,17 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
         self.agreement.outer_momentum = outcome.outer_momentum
         # Only a worker that has no state of its own takes the leader's: a new one, or all of them where the machine
         # joined late.
-        is_new = is_first_call or getattr(outcome.result, "is_late", False)
+        is_new = self._call is None or getattr(outcome.result, "is_late", False)
         if outcome.state_file and is_new and self.exchange is None:
             team.take_state(as_state(state), outcome.state_file)
-        if is_first_call and call > 1 and outcome.error is None:
+        if self._call is None and call > 1 and outcome.error is None:
             _LOG.warning(
                 "rank %d of this machine comes in late, at step %d of the training: let schedules and data go on from "
                 "there (step_number)",
                 self.rank,
                 outcome.step_number,
             )
+        self._call = call
         targets = team.params if params is None else writable_views(params)
         # A caller may train on the team's memory itself, which needs no copy.
         if not all(np.shares_memory(*pair) for pair in zip(targets, team.params, strict=True)):

@@ -357,7 +357,7 @@ class SharedTrainer:
         self._count(before, times)
         # The exchange would go on with those that are left. Spark repeats the stage with all workers instead, from the
         # last checkpoint, so that every row is trained on equally often.
-        is_whole = self.team is None or self.team.present == self.team.workers
+        is_whole = self.exchange.present == self.exchange.workers
         if len(self.exchange.members) < self._others or not is_whole:
             raise PeerLost(lost_workers(self._names, self.exchange.members))
 

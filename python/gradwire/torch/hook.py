@@ -545,7 +545,7 @@ class ThresholdState:
                     messages[index] = None
         if refused is not None:
             # A training that has gone NaN stays so: one line tells, and the totals count the steps.
-            is_first = not any(None in earlier.messages for earlier in self._jobs)
+            is_first = not any(None in other.messages for other in self._jobs if other is not job)
             is_first &= self._stats.skipped_steps == 0
             level = logging.WARNING if is_first else logging.DEBUG
             text = "step %d, bucket %d: %s; HookStats.skipped_steps counts further ones"
