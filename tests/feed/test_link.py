@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import gradwire as gw
 from gradwire.errors import Closed
 from gradwire.feed import Feed, FeedFailed, link
+from gradwire.transport import Limits
 
 SECRET = bytes(range(32))
 WAIT_S = 20.0
@@ -98,6 +100,10 @@ def test_a_producer_that_goes_leaves_its_space_to_the_others(served: Feed) -> No
             assert served.get(WAIT_S)[0] == 9
 
 
+def test_the_far_side_has_a_text(far: Feed) -> None:
+    assert repr(far).startswith("<Feed of the node at 127.0.0.1:")
+
+
 def test_the_far_side_only_produces(far: Feed) -> None:
     with pytest.raises(TypeError, match="can only be put"):
         far.get()
@@ -106,6 +112,32 @@ def test_the_far_side_only_produces(far: Feed) -> None:
 def test_a_batch_too_large_is_refused_before_it_travels(far: Feed) -> None:
     with pytest.raises(ValueError, match="the feed takes"):
         far.put(np.zeros(1 << 16))
+
+
+def test_a_batch_too_large_for_the_node_leaves_its_slot_to_the_next(served: Feed) -> None:
+    limits = Limits(message_bytes_max=1 << 12)
+    with (
+        gw.Node("127.0.0.1:0", secret=SECRET) as here,
+        gw.Node("127.0.0.1:0", [here.address], secret=SECRET, limits=limits) as there,
+    ):
+        served.serve(here)
+        far = Feed.connect(there, timeout_s=WAIT_S)
+        for _ in range(3):  # as many as the feed has slots
+            with pytest.raises(gw.TooLarge, match="message_bytes_max"):
+                far.put(np.zeros(1 << 12), WAIT_S)
+        far.put(np.array([7]), WAIT_S)
+        assert served.get(WAIT_S)[0] == 7
+
+
+def test_a_feed_that_ends_before_a_flush_takes_no_batch(served: Feed, far: Feed) -> None:
+    far.put(np.array([1]), WAIT_S)
+    assert served.get(WAIT_S)[0] == 1
+    served.close()
+    with contextlib.suppress(Closed):
+        while True:  # the end may come after an answer
+            far._store.flush(WAIT_S)
+    with pytest.raises(Closed):  # and not that the batch is too large
+        far.put(np.array([2]), WAIT_S)
 
 
 def test_a_node_that_serves_nothing_is_named() -> None:

@@ -107,7 +107,9 @@ class Feed:
         return Feed.attach, (self.name,)
 
     def __repr__(self) -> str:
-        return f"Feed({self.name!r})"
+        return (
+            f"Feed({self.name!r})" if isinstance(self._store, Ring) else f"<Feed of {self._store}>"
+        )
 
     @property
     def name(self) -> str:

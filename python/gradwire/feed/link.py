@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from ..errors import Closed, NotConnected, WouldBlock
+from ..errors import Closed, NotConnected, TooLarge, WouldBlock
 from ..transport.driver import now_s
 from .ring import Claim, FeedFailed, Slot, Superseded
 
@@ -43,17 +43,22 @@ class Link:
         self._is_asking = False
         self._claims: list[Claim] = []
         self._ended: Exception | None = None
+        self._hellos = 0
+        self._answers = 0  # to these
         self.slot_bytes = 0
         self._peer = _server_of(node, timeout_s)
         self.flush(timeout_s)
+
+    def __str__(self) -> str:
+        return f"the node at {self._peer.address}"
 
     def flush(self, timeout_s: float | None = None) -> None:
         """Wait until every batch that was sent is in the feed."""
         # The feed's machine answers in order, so its answer to a HELLO comes after it has stored the batches before.
         with self._lock:
-            self.slot_bytes = 0
             self._publish(b"", _HELLO)
-            if not self._wait(lambda: self.slot_bytes > 0, timeout_s):
+            self._hellos += 1
+            if not self._wait(lambda: self._answers == self._hellos, timeout_s):
                 raise TimeoutError(f"{self._peer.address} serves no feed: call feed.serve there")
             if isinstance(self._ended, Superseded):  # it came together with the answer
                 raise self._ended
@@ -90,7 +95,11 @@ class Link:
         message = slot.buffer.obj
         message[: _HEAD.size] = _NO_CLAIM if claim is None else _HEAD.pack(*claim)
         with self._lock:
-            self._publish(message, _BATCH)
+            try:
+                self._publish(message, _BATCH)
+            except TooLarge:
+                self._grants += 1  # the slot is still this producer's
+                raise
 
     def claim(self, claim: Claim) -> Claim:
         """Let only this attempt put batches of a part from now on, see `Ring.claim`."""
@@ -107,7 +116,7 @@ class Link:
     def end(self, *, how: str, text: str = "") -> None:
         """End the feed for both sides, after everything that was sent."""
         with self._lock, contextlib.suppress(Closed, FeedFailed):
-            self._publish(f"{how}:{text}".encode(), _END)
+            self._publish(f"{how}:{text}".encode(errors="backslashreplace"), _END)
             self._node.drain(5.0)
 
     def _wait(self, is_there: Callable[[], bool], timeout_s: float | None) -> bool:
@@ -124,6 +133,7 @@ class Link:
                 continue  # another producer, whose messages are for the feed's machine
             if tag == _HELLO:
                 self.slot_bytes = int(bytes(payload))
+                self._answers += 1
             elif tag == _GRANT:
                 self._grants += 1
                 self._is_asking = False
