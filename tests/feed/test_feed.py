@@ -282,6 +282,28 @@ def test_a_producer_s_error_reaches_every_consumer_and_the_other_producers(feed:
             action()
 
 
+def test_a_long_traceback_keeps_its_error(feed: Feed) -> None:
+    def first(depth: int) -> None:
+        second(depth - 1)
+
+    def second(depth: int) -> None:
+        if not depth:
+            raise ValueError("the reason")
+        first(depth)
+
+    with pytest.raises(ValueError, match="the reason") as caught:
+        first(200)
+    feed.fail(caught.value)
+    with pytest.raises(FeedFailed, match=r"(?s)Traceback.*\[...\].*ValueError: the reason\n$"):
+        feed.get()
+
+
+def test_a_failure_with_a_name_of_other_bytes_reaches_the_consumer(feed: Feed) -> None:
+    feed.fail(OSError("no file a\udcff"))  # as os.fsdecode returns it
+    with pytest.raises(FeedFailed, match=r"no file a\\udcff"):
+        feed.get()
+
+
 def test_a_batch_that_is_too_large_is_refused_with_both_sizes(feed: Feed) -> None:
     with pytest.raises(ValueError, match=r"has 8000 bytes, the feed takes 1024"):
         feed.put(np.zeros(1000))

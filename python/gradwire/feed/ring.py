@@ -197,7 +197,7 @@ class Ring:
         with self._locked():
             if self._head[_ENDING] < min(state, _CLOSED):
                 if text:
-                    data = text.encode()[:_ERROR_BYTES_MAX]
+                    data = _shortened(text.encode(errors="backslashreplace"))
                     self._map[_ERROR_AT : _ERROR_AT + len(data)] = data
                     self._head[_ERROR_BYTES] = len(data)
                 self._head[_ENDING] = state
@@ -400,6 +400,15 @@ class Ring:
     def _set_lock(self, kind: int) -> None:
         lock = _RECORD_LOCK.pack(kind, os.SEEK_SET, 0, 1, 0)
         fcntl.fcntl(self._file, fcntl.F_OFD_SETLKW, lock)
+
+
+def _shortened(text: bytes) -> bytes:
+    """Return a text that fits: the beginning and the end of a long one, as a traceback's last line is the error."""
+    if len(text) <= _ERROR_BYTES_MAX:
+        return text
+    gap = b"\n[...]\n"
+    half = (_ERROR_BYTES_MAX - len(gap)) // 2
+    return text[:half] + gap + text[-half:]
 
 
 def _data_at(slots: int) -> int:
