@@ -53,3 +53,14 @@ def test_arrays_begin_at_multiples_of_64_bytes() -> None:
 def test_a_description_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match=r"500 arrays has \d+ bytes, at most 4096"):
         layout.Layout([np.zeros(1)] * 500)
+
+
+def test_names_that_are_the_same_text_are_refused() -> None:
+    with pytest.raises(ValueError, match="the same name"):
+        layout.Layout({1: np.zeros(1), "1": np.ones(1)})
+
+
+def test_a_dtype_that_is_not_numpys_own_is_refused_by_name() -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes", reason="ml_dtypes is not installed")
+    with pytest.raises(TypeError, match="'x' of the batch has dtype bfloat16: a feed carries"):
+        layout.Layout({"x": np.zeros(3, ml_dtypes.bfloat16)})

@@ -33,17 +33,20 @@ class Layout:
         array_bytes: size of the arrays.
 
     Raises:
-        TypeError: an array holds Python objects or fields.
-        ValueError: there are so many arrays that their description does not fit 4 KiB.
+        TypeError: an array holds Python objects or fields, or is of a dtype that is not NumPy's own.
+        ValueError: there are so many arrays that their description does not fit 4 KiB, or two of the same name.
     """
 
     def __init__(self, batch: Any) -> None:
         names = [str(name) for name in batch] if isinstance(batch, Mapping) else None
+        if names is not None and len(set(names)) < len(names):
+            raise ValueError(f"two arrays of the batch have the same name as text: {names}")
         is_single = names is None and not isinstance(batch, (tuple, list))
         values = [batch] if is_single else batch if names is None else batch.values()
         self._arrays = [np.asarray(value) for value in values]
         for index, array in enumerate(self._arrays):
-            if array.dtype.hasobject or array.dtype.names:
+            # An extension's dtype, such as ml_dtypes' bfloat16, has no name of its own in the description.
+            if array.dtype.hasobject or array.dtype.kind == "V":
                 name = repr(names[index]) if names else index
                 raise TypeError(
                     f"array {name} of the batch has dtype {array.dtype}: a feed carries numbers"
