@@ -449,6 +449,27 @@ time.sleep(600)
     assert "[1] ended with status 1; the others are ended" in done.stderr
 
 
+def test_gradwire_run_names_a_signal_that_python_has_no_name_for(tmp_path: Path) -> None:
+    number = signal.SIGRTMIN + 3
+    done = run(tmp_path, f"import os; os.kill(os.getpid(), {number})", "-n", "1")
+    assert done.returncode == 128 + number
+    assert f"[0] ended with signal {number}; the others are ended" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_gradwire_run_does_not_wait_for_what_a_worker_has_left_behind(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli_run, "_LAST_OUTPUT_S", 1.0)
+    script = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid)"
+    began_s = time.monotonic()
+    assert cli_run.run_all([sys.executable, "-c", script], [dict(os.environ)], 1.0) == 0
+    assert time.monotonic() - began_s < 30.0
+    left = capfd.readouterr().out
+    assert left.startswith("[0] ")
+    os.kill(int(left.split()[1]), signal.SIGKILL)
+
+
 def _hear_sigint() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 

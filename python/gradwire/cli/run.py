@@ -19,6 +19,7 @@ from typing import Any, TextIO
 from gradwire.shared_memory import free_leftovers
 
 _POLL_S = 0.05
+_LAST_OUTPUT_S = 5.0  # to copy what the workers have written, once all have ended
 _GRACE_S = 30.0  # as torchrun gives; a checkpoint of 10 GB takes about as long on a disk
 
 
@@ -137,7 +138,10 @@ def run_all(
             )
             workers.append(worker)
             for pipe, target in ((worker.stdout, out), (worker.stderr, err)):
-                reader = threading.Thread(target=_copy, args=(rank, pipe, target, lock))
+                # A daemon, because it reads until all processes that have the pipe have ended.
+                reader = threading.Thread(
+                    target=_copy, args=(rank, pipe, target, lock), daemon=True
+                )
                 reader.start()
                 readers.append(reader)
         while True:
@@ -145,7 +149,7 @@ def run_all(
             failed = [rank for rank, status in enumerate(statuses) if status]
             if failed:
                 status = int(statuses[failed[0]] or 0)
-                how = f"status {status}" if status > 0 else signal.Signals(-status).name
+                how = f"status {status}" if status > 0 else _name_of(-status)
                 _write(err, f"[{failed[0]}] ended with {how}; the others are ended\n")
                 return status if status > 0 else 128 - status
             if all(status == 0 for status in statuses):
@@ -161,8 +165,18 @@ def run_all(
         free_leftovers()  # of rank 0, if it was killed
         for number, handler in handlers.items():
             signal.signal(number, handler)
+        # A process that a worker has left behind may have its output open for ever.
+        deadline_s = time.monotonic() + _LAST_OUTPUT_S
         for reader in readers:
-            reader.join()
+            reader.join(max(0.0, deadline_s - time.monotonic()))
+
+
+def _name_of(number: int) -> str:
+    """Return the name of a signal, of which Python knows only the first and the last real-time signal."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def leave(number: int, _: object) -> None:
