@@ -269,6 +269,16 @@ def test_the_machine_is_measured_once_and_the_rates_are_kept(
     assert calibration.rates() == FREE
 
 
+def test_a_user_without_a_home_gets_measured_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", fail)
+    monkeypatch.setattr(calibration, "measure", lambda: FREE)
+    assert calibration.rates() == FREE
+
+
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [

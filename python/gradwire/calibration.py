@@ -37,7 +37,10 @@ _PATIENCE_S = 10.0
 
 def rates() -> Rates:
     """Return the rates of this machine and this version of gradwire: from the file of an earlier call, or measured."""
-    path = cache_path()
+    try:
+        path = cache_path()
+    except RuntimeError:  # a user without a home: measured each time
+        return measure()
     with suppress(OSError, ValueError, TypeError):  # no file yet, or one of another version
         return Rates(**json.loads(path.read_text()))
     measured = measure()
@@ -48,7 +51,11 @@ def rates() -> Rates:
 
 
 def cache_path() -> Path:
-    """Return the file for the rates of this machine and version."""
+    """Return the file for the rates of this machine and version.
+
+    Raises:
+        RuntimeError: this user has no home, as in a container with any number for a user, nor XDG_CACHE_HOME.
+    """
     facts = (version("gradwire"), platform.node(), platform.machine(), os.cpu_count(), _core.isa())
     name = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
     folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
