@@ -642,6 +642,16 @@ def test_a_bad_row_is_named_with_its_column(rows: Any, change: str, text: str) -
             model.transform(bad).collect()
 
 
+@pytest.mark.parametrize("via", ["udp", "spark"])
+def test_a_row_that_may_be_for_validation_or_not_is_refused(rows: Any, via: Any) -> None:
+    bad = rows.selectExpr("features", "label", "if(rand(1) < 0.05, null, held) held")
+    estimator = make_estimator(
+        validation_indicator_col="held", training=ParameterAveraging(via=via)
+    )
+    with pytest.raises(gw.GradwireError, match=r"row \d+ of worker \d, column 'held': null"):
+        estimator.fit(bad)
+
+
 def test_negative_weights_are_refused(rows: Any) -> None:
     with pytest.raises(gw.GradwireError, match="column 'weight': a negative weight in -1"):
         make_estimator(weight_col="weight").fit(rows.selectExpr("features", "label", "-1 weight"))

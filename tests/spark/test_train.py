@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -41,6 +42,7 @@ from gradwire.spark.train import (  # noqa: E402
     Times,
     TrainingJob,
     Worker,
+    is_over,
     pack,
 )
 
@@ -224,6 +226,32 @@ def test_statistics_of_batch_norm_are_averaged_with_the_parameters() -> None:
     for name in ("0.weight", "1.running_mean", "1.running_var"):
         assert torch.equal(left[name], right[name])
     assert left["1.running_mean"].abs().max() > 0
+
+
+def test_a_mask_with_infinities_stays_as_it_is() -> None:
+    mask = torch.tensor([0.0, -torch.inf])
+
+    def model() -> Any:
+        layers = torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5)
+        made = torch.nn.Sequential(*layers)
+        made.register_buffer("mask", mask.clone())
+        return made
+
+    training = ParameterAveraging(every=1)
+    replicas = [ModelReplica(replace(job_of(training), model=model)) for _ in range(2)]
+    average(training, replicas, steps=2)
+    left, right = (replica.model.state_dict() for replica in replicas)
+    for name in ("0.weight", "1.running_var"):
+        assert torch.equal(left[name], right[name])
+    assert torch.equal(left["mask"], mask)
+
+
+@pytest.mark.parametrize("first", [math.nan, math.inf])
+def test_a_loss_that_is_no_number_is_not_the_best(first: float) -> None:
+    assert not is_over([first, 3.0, 2.0, 1.0], 2)
+    assert not is_over([3.0, first, 2.0], 2)
+    assert is_over([first, 1.0, 2.0, first], 2)
+    assert is_over([first] * 3, 2)
 
 
 def test_a_mean_in_pieces_is_the_mean_of_parameters_and_state(

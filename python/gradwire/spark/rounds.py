@@ -28,6 +28,7 @@ from .train import (
     ModelReplica,
     Times,
     TrainingJob,
+    best_epoch,
     epoch_rows,
     is_averaged,
     is_over,
@@ -73,7 +74,10 @@ def fit(
     spark = rows.sparkSession
     with contextlib.ExitStack() as stack:
         stack.callback(rows.unpersist)
-        is_held = F.col(VALIDATION) if VALIDATION in rows.columns else F.lit(False)
+        is_held = F.lit(False)
+        if VALIDATION in rows.columns:
+            # A row that is null here goes to a worker, which refuses it by its number.
+            is_held = F.coalesce(F.col(VALIDATION), F.lit(False))
         count = rows.filter(~is_held).count()
         if not count:
             raise ValueError("there are no rows to train on")
@@ -151,7 +155,7 @@ def fit(
             report([row for row in history if row["epoch"] == epoch])
             if job.patience:
                 losses.append(history[-1]["validation_loss"])
-                if losses.index(min(losses)) == len(losses) - 1:
+                if best_epoch(losses) == len(losses) - 1:
                     best = state.complete()["model"]
             is_last = epoch + 1 == last or is_over(losses, job.patience)
             if job.checkpoints.is_due(done - every, done) and not is_last:

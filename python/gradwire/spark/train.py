@@ -10,7 +10,7 @@ import secrets
 import threading
 import traceback
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, cast
 
@@ -251,7 +251,12 @@ def epoch_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def is_over(losses: list[float], patience: int) -> bool:
     """Return whether training stops early: ``patience`` epochs, if it is not 0, have passed since the best one."""
-    return bool(losses) and 0 < patience < len(losses) - losses.index(min(losses))
+    return bool(losses) and 0 < patience < len(losses) - best_epoch(losses)
+
+
+def best_epoch(losses: list[float]) -> int:
+    """Return the index of the least loss, which is NaN only if all are."""
+    return min(range(len(losses)), key=lambda epoch: (math.isnan(losses[epoch]), losses[epoch]))
 
 
 def gather(context: Any, timeout_s: float, value: Any = None, **error: bool) -> list[Any]:
@@ -417,6 +422,12 @@ class AveragingTrainer:
         # Made at the first average: before its first step an optimiser may have no state to average.
         self._exchange: Exchange | None = None
         self._residual = np.empty(0, np.float32)  # of the exchange's encoder
+        # A message has finite numbers only. A mask with infinities is the same on all workers, which begin alike.
+        self._left_out = frozenset(
+            name
+            for name, buffer in replica.model.named_buffers()
+            if buffer.is_floating_point() and buffer.isinf().any()
+        )
 
     def step(self, times: Times) -> None:
         """Take a step, and average if it is time to.
@@ -439,7 +450,7 @@ class AveragingTrainer:
         if not self._steps:
             return
         self._steps = 0
-        values = Averaged(self._replica, self._training)
+        values = Averaged(self._replica, self._training, self._left_out)
         if self._exchange is None:
             self._numel = values.numel
             # All workers have to cut the pieces out of the same tensors.
@@ -489,16 +500,26 @@ class Averaged:
     Args:
         replica: the model and its optimiser.
         training: whether the optimiser's state is averaged.
+        left_out: names of the model's buffers that are not averaged.
 
     Attributes:
         numel: number of values.
         checksum: of the tensors' sizes.
     """
 
-    def __init__(self, replica: ModelReplica, training: ParameterAveraging) -> None:
+    def __init__(
+        self,
+        replica: ModelReplica,
+        training: ParameterAveraging,
+        left_out: Collection[str] = (),
+    ) -> None:
         params = parameters_of(replica.optimizer, replica.model.parameters())
         tensors = [param.detach() for param in params]
-        tensors += [buffer for buffer in replica.model.buffers() if buffer.is_floating_point()]
+        tensors += [
+            buffer
+            for name, buffer in replica.model.named_buffers()
+            if buffer.is_floating_point() and name not in left_out
+        ]
         if training.average_optimizer:
             states = [replica.optimizer.state.get(param, {}) for param in params]
             values = [state[name] for state in states for name in sorted(state)]
@@ -748,7 +769,7 @@ class Worker(ModelReplica):
         self.watch.tell("epoch", row=row)  # the driver has the history at the end, too
         if self.job.patience:
             self.losses.append(epoch_rows(self.gather(row))[0]["validation_loss"])
-            if self.losses.index(min(self.losses)) == len(self.losses) - 1:
+            if best_epoch(self.losses) == len(self.losses) - 1:
                 self.best = unpack(pack(self.model.state_dict()))
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
@@ -823,7 +844,7 @@ def train(job: TrainingJob, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Re
             except (TimeoutError, StageEnded):
                 raise error from None
             if is_final:
-                results = [("error", f"{text}\n{trace}".encode())]
+                results = [("error", f"{text}\n{trace}".encode(errors="backslashreplace"))]
     for kind, data in results:
         for part, piece in enumerate(pieces_of(data, RESULT_BYTES)):
             row = {"worker": rank, "kind": kind, "part": part, "data": piece}
