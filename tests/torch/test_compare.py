@@ -139,6 +139,13 @@ def qdiscs(namespace: str, device: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
+def test_a_value_error_of_the_script_shows_where_it_comes_from(tmp_path: Path) -> None:
+    done = run(tmp_path, 'int("seven")', "compare", "-n", "2")
+    assert done.returncode == 1
+    assert 'train.py", line 1, in <module>' in done.stderr
+    assert "[0] ValueError: invalid literal for int()" in done.stderr
+
+
 @pytest.mark.slow
 def test_a_script_that_fails_shows_its_own_error(tmp_path: Path) -> None:
     done = compared(tmp_path, more="undefined")

@@ -12,6 +12,7 @@ import os
 import runpy
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,6 +23,7 @@ from .estimate import rate, seconds
 from .run import environments, free_port, run_all
 
 _TASK = "GRADWIRE_COMPARE"  # for the processes of this command, in JSON
+_PACKAGE = Path(__file__).parents[1]
 _TAIL_LINES = 30
 _GRACE_S = 5.0
 
@@ -207,6 +209,9 @@ def _train(task: dict[str, Any], arguments: argparse.Namespace) -> int:
             runpy.run_path(arguments.script, run_name="__main__")
         curve = recorder.gather()
     except ValueError as error:
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        if not Path(frames[-1].f_code.co_filename).is_relative_to(_PACKAGE):
+            raise  # the script's own mistake, which its author has to find
         print(f"gradwire compare: {error}", file=sys.stderr)
         return 1
     if curve is not None:
