@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 import gradwire as gw
 from gradwire import LocalTeam
 
-from .cluster import FakeNode, cluster
+from .cluster import FakeNode, cluster, run_cluster
 
 SECRET = bytes(range(32))
 NUMEL = 4
@@ -227,3 +228,44 @@ def test_teams_in_shared_memory_count_their_workers(reduction: Any, expected: fl
         with ThreadPoolExecutor(3) as pool:
             outcomes = list(pool.map(work, updates))
     assert outcomes == [(pytest.approx(expected), 3)] * 3
+
+
+@pytest.mark.parametrize("topology", ["mesh", "sharded"])
+@pytest.mark.parametrize(("every", "overlap"), [(1, 1), (2, 1), (2, 2)])
+def test_an_open_step_has_its_weight_once_where_a_machine_joins_again(
+    every: int, overlap: int, topology: Any
+) -> None:
+    """The first of three machines has four workers, of six: its updates count twice. Only these are not zero."""
+
+    def updates() -> list[NDArray[np.float32]]:
+        rng = np.random.default_rng(7)
+        return [(rng.integers(-64, 64, 64) / 2.0**12).astype(np.float32) for _ in range(20)]
+
+    def work(node: FakeNode, rank: int) -> NDArray[np.float32]:
+        share = gw.Exchange(
+            gw.Encoder(64, gw.FixedThreshold(2.0**-6)),
+            node,
+            min_peers=2,
+            reduction="sum",
+            every=every,
+            overlap=overlap,
+            apply_residual=True,
+            topology=topology,
+        )
+        share.set_team(1 if rank else 4, sends_mean=True)
+        params = np.zeros(64, np.float32)
+        share.join(params)
+        for count, one in enumerate(updates()):
+            if rank == 0 and count in (8, 13):
+                share.resync(params)
+            params += one * (rank == 0)
+            share.step_moved(params)
+            node.cluster.compute(node, 0.1)
+        while share.next_step < 30:
+            share.step_moved(params)
+            node.cluster.compute(node, 0.1)
+        share.leave(params)
+        return share.shared(params)[0]
+
+    for shared in run_cluster(work, seed=1):
+        np.testing.assert_array_equal(shared, 2.0 * np.sum(updates(), axis=0))

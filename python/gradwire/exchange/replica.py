@@ -287,9 +287,10 @@ class Replica(SharedCopy):
         self.share_written(params)
         device = device_of(self.shared)
         if self.shared and all(own.device_number == device for own in self.groups.encoders):
-            super().absorb_local_changes(params, weight)
             if self._applies_residual and self.pending is not None:
-                self.put_back(self.pending, -1.0, is_held=False)
+                # They have their weight already.
+                self._add_update_to_params(self.pending, writable_views(params), -1.0)
+            super().absorb_local_changes(params, weight)
 
     def put_back_into(self, residuals: Sequence[Any]) -> None:
         """Add everything that may not be applied yet to copies of the residuals."""
