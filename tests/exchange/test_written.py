@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 import gradwire as gw
 
-from .cluster import FakeNode, cluster
+from .cluster import FakeNode, cluster, run_cluster
 
 NUMEL = 700
 THRESHOLD = 2.0**-6
@@ -347,3 +347,115 @@ def test_arrays_that_the_workers_of_a_machine_overwrite_stay(
         expected = workers / 2 * (BEST - moved * at) + moved * 4
     for params in outcomes:
         np.testing.assert_allclose(params, expected, atol=1e-5)
+
+
+# ---- before the next exchange settles it -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("topology", ["mesh", "sharded"])
+@pytest.mark.parametrize("applies", [False, True], ids=["plain", "residual"])
+@pytest.mark.parametrize("writers", [(0,), (0, 1)], ids=["one", "all"])
+def test_a_checkpoint_between_write_and_exchange_resumes_bit_for_bit(
+    writers: tuple[int, ...], applies: bool, topology: Any
+) -> None:
+    def train(steps: range, starts: Any) -> list[Any]:
+        def work(node: FakeNode, rank: int) -> Any:
+            encoder = gw.Encoder(NUMEL, gw.FixedThreshold(THRESHOLD))
+            share = gw.Exchange(
+                encoder, node, min_peers=1, every=4, topology=topology, apply_residual=applies
+            )
+            params = np.zeros(NUMEL, np.float32)
+            if starts is not None:
+                params[...], state = starts[rank]
+                share.load_state_dict(state)
+            share.join(params)
+            for step in steps:
+                if step == 5 and rank in writers:
+                    load(params)
+                share.note_written(params)
+                params += update(rank, step)
+                share.step_moved(params)
+            return params.copy(), share.state_dict(params)
+
+        return run_cluster(work, count=2, seed=3)
+
+    whole = train(range(16), None)
+    resumed = train(range(7, 16), train(range(7), None))
+    for (params, _), (expected, _) in zip(resumed, whole, strict=True):
+        np.testing.assert_array_equal(params, expected)
+
+
+@pytest.mark.parametrize("topology", ["mesh", "sharded"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_newcomer_gets_no_parameters_that_only_one_member_has_written(
+    seed: int, topology: Any
+) -> None:
+    def work(node: FakeNode, rank: int) -> NDArray[np.float32]:
+        share = gw.Exchange(
+            gw.Encoder(NUMEL, gw.FixedThreshold(THRESHOLD)),
+            node,
+            min_peers=1,
+            every=4,
+            topology=topology,
+            digest_s=0.0,
+        )
+        params = np.zeros(NUMEL, np.float32)
+        share.join(params)
+        local = 0
+        while share.next_step < 12:
+            if rank == 0 and share.has_local_steps:
+                params += 1.0
+            share.note_written(params)
+            params += update(rank, local)
+            share.step_moved(params)
+            local += 1
+            node.cluster.compute(node, 0.1)
+        return share.shared(params)[0]
+
+    with cluster(seed) as world:
+        nodes = [world.node(10), world.node(20)]
+        workers = [
+            world.start(node, lambda n=node, r=rank: work(n, r)) for rank, node in enumerate(nodes)
+        ]
+
+        def come() -> None:
+            node = world.node(5)
+            workers.append(world.start(node, lambda: work(node, 2)))
+
+        world.plan(100 + 10 * seed, come)
+        world.run()
+    assert len(workers) == 3
+    for worker in workers[1:]:
+        np.testing.assert_array_equal(worker.result, workers[0].result)
+
+
+def test_messages_that_arrive_between_write_and_exchange_stay() -> None:
+    def work(node: FakeNode, rank: int) -> NDArray[np.float32]:
+        share = gw.Exchange(
+            gw.Encoder(NUMEL, gw.FixedThreshold(THRESHOLD)),
+            node,
+            min_peers=1,
+            mode="async",
+            every=4,
+            reduction="sum",
+        )
+        params = np.zeros(NUMEL, np.float32)
+        share.join(params)
+        for step in range(24):
+            if rank == 0 and step in (5, 14):
+                params += 1.0
+                share.note_written(params)
+            if rank == 0:
+                node.cluster.compute(node, 0.3)
+                share.catch_up(params)
+            params += update(rank, step)
+            share.step_moved(params)
+            node.cluster.compute(node, 0.1)
+        node.cluster.compute(node, 5.0)
+        share.catch_up(params)
+        share.leave(params)
+        return share.shared(params)[0]
+
+    last, _ = run_cluster(work, count=2, seed=0)
+    put_in = sum(update(rank, step) for rank in range(2) for step in range(24)) + np.float32(2.0)
+    np.testing.assert_array_equal(last, put_in)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..agreement import checked_state, sample_of
-from ..arrays import copies, on_host, views, zeros_like
+from ..arrays import copies, layouts, on_host, views, zeros_like
 from ..codec import Encoder
 from ..partition import Partition
 from ..policy import whole
@@ -20,7 +21,7 @@ from .consistency import digest_of
 from .groups import Groups, split_by_tensor
 from .options import Reduction
 from .owner import add_owner_state
-from .parameters import MomentumSum, sample_left
+from .parameters import MomentumSum, Written, sample_left
 from .replica import Replica
 
 __all__ = ["extend_state", "load_state", "params_of", "redistribute", "state_of"]
@@ -86,6 +87,7 @@ def state_of(replica: Replica, training: str, params: Any = None) -> dict[str, A
         "agreement": replica.agreement.state(),
         "last_updates": replica.agreement.previous(),
         "sample": [] if sample is None else [np.array(on_host(sample))],
+        "unsettled": [] if replica.written is None else [copy.deepcopy(vars(replica.written))],
         "training": training,
     }
 
@@ -122,7 +124,8 @@ def load_state(state: dict[str, Any], replica: Replica, every: int) -> None:
     replica.agreement.load(state["agreement"])
     replica.agreement.load_previous(state["last_updates"])
     sample = next((np.array(each, np.float64) for each in state.get("sample", ())), None)
-    replica.load_shared(state["shared"], sample)
+    written = next(map(_written_of, state.get("unsettled", ())), None)
+    replica.load_shared(copies(state["shared"]), sample, written)
     # Who owns which part is known only when the training begins, perhaps with other nodes: until then the owner's state
     # is kept as it is.
     replica.load(state["step"], state["local_steps"], state["owner"])
@@ -192,11 +195,34 @@ def _checked(state: dict[str, Any], replica: Replica) -> Sequence[dict[str, Any]
         numel = sample_of([np.asarray(array) for array in state["shared"]]).size
         if np.asarray(sample, np.float64).shape != (numel,):
             raise ValueError(f"sample has {np.shape(sample)} elements, must have {numel}")
+    for saved in state.get("unsettled", ()):  # older states have none
+        _check_written(_written_of(saved), encoders, layouts(state["shared"]))
     if not isinstance(state["training"], str):
         raise TypeError(f"training is {state['training']!r}")
     if state["owner"] is not None:
         _check_owner(state["owner"], encoders)
     return states
+
+
+def _written_of(saved: Mapping[str, Any]) -> Written:
+    """Return a copy of what a node's caller had written before a state was saved, and no exchange had settled."""
+    arrays = {name: copies(saved[name]) for name in ("values", "offset", "shared", "moved")}
+    return Written(
+        **arrays, digest=str(saved["digest"]), encoders=list(map(dict, saved["encoders"]))
+    )
+
+
+def _check_written(
+    written: Written, encoders: Sequence[Encoder], expected: list[list[Any]]
+) -> None:
+    """Raise any error unless these values were written into such parameters."""
+    for arrays in (written.values, written.offset, written.shared, written.moved):
+        if arrays and layouts(arrays) != expected:
+            raise ValueError(f"unsettled has arrays of {layouts(arrays)}, shared of {expected}")
+        if not all(np.isfinite(array).all() for array in arrays):
+            raise ValueError("unsettled is not finite")
+    for encoder, saved in zip(encoders, written.encoders, strict=bool(written.encoders)):
+        EncoderState.of(saved, encoder.numel, encoder.dtype)
 
 
 def _check_owner(state: Mapping[str, Any], encoders: Sequence[Encoder]) -> None:
@@ -270,7 +296,12 @@ def redistribute(
                 f"a state was taken {state['local_steps']} local steps after an exchange: "
                 "take it right after one"
             )
-    layouts = [
+        if state.get("unsettled"):
+            raise ValueError(
+                "a state was taken when parameters had been written and not been exchanged: take it right after an "
+                "exchange"
+            )
+    contents = [
         (
             state["step"],
             [(saved["numel"], saved["dtype"]) for saved in state["encoders"]],
@@ -278,9 +309,9 @@ def redistribute(
         )
         for state in states
     ]
-    if any(layout != layouts[0] for layout in layouts):
+    if any(content != contents[0] for content in contents):
         raise ValueError(
-            f"the states are of different steps or models, or of different trainings: {layouts}"
+            f"the states are of different steps or models, or of different trainings: {contents}"
         )
     _refuse_twice_the_same(states)
     # A worker's own parameters, which ``gradwire.torch`` adds, hold its old residual.

@@ -48,10 +48,6 @@ class Notes:
         """Let this node's next note announce a comparison of replicas, and give its digest."""
         self._next = replace(self._next, comparison=comparison, digest=digest)
 
-    def announce_written(self, digest: str) -> None:
-        """Let this node's next note say what the caller has written into the parameters."""
-        self._next = replace(self._next, written=digest)
-
     def announce_update(self, norm: float | None, sketch: Sketch | None) -> None:
         """Let this node's next note have the norm and the sketch of its update."""
         self._next = replace(self._next, norm=norm, sketch=sketch)
@@ -61,13 +57,20 @@ class Notes:
         self._next = _EMPTY
         self._measured = -1
 
-    def send(self, step: int) -> None:
-        """Send the note for this node's update of ``step``, unless it is empty; before the update."""
+    def send(self, step: int, written: str) -> None:
+        """Send the note for this node's update of ``step``, unless it is empty; before the update.
+
+        Args:
+            step: number of the step.
+            written: digest of the parameters that the caller has written before the step; empty: none.
+        """
         membership = self._membership
         # The note is made once for a step: another try of the update must not repeat it.
         if membership.next_step > step:
             return
         note = self._next
+        if written:
+            note = replace(note, written=written)
         if self._introductions.hellos.keys() - membership.members.keys():
             note = self._with_newcomers(note)
         if note is _EMPTY:

@@ -176,6 +176,7 @@ class Written:
 
     Attributes:
         values: the values, in host memory.
+        digest: of these, for the other nodes; empty: it is this node's update in any case.
         offset: with ``apply_residual``: the caller's parameters less these values, where messages that were under way
             have been added since; empty: nothing.
         encoders: with ``apply_residual``: the states of the encoders, whose residuals lead to the written values.
@@ -184,6 +185,7 @@ class Written:
     """
 
     values: Arrays
+    digest: str = ""
     offset: Arrays = field(default_factory=list)
     encoders: list[dict[str, Any]] = field(default_factory=list)
     shared: Arrays = field(default_factory=list)
@@ -285,10 +287,11 @@ class SharedCopy:
             self.shared = list(arrays)
         return bool(self.shared)
 
-    def load_shared(self, shared: Sequence[NDArray[Any]], sample: Any) -> None:
-        """Continue with a copy of the shared parameters of a checkpoint; sample: see `sample_left`."""
-        self.shared = copies(shared)
+    def load_shared(self, shared: Arrays, sample: Any, written: Written | None) -> None:
+        """Continue with the shared parameters of a checkpoint; sample: see `sample_left`."""
+        self.shared = shared
         self._sample = sample
+        self.written = written
         self._is_loaded = True
 
     def _add_loaded_residual(self, params: Any) -> None:
@@ -377,7 +380,7 @@ class SharedCopy:
                 return [True] * len(arrays)
             return [now == left for now, left in zip(_fingerprint(params), self._left, strict=True)]
         if not self._applies_residual or not self.groups.has_residuals:
-            return self._as_shared(arrays)
+            return _equal(arrays, self.shared)
         # Where a large quantum was added and taken away again, rounding is relative to the quantum; where the residual
         # is larger than the shared parameters, relative to the residual.
         quantum = max((encoder.threshold for encoder in self.groups.encoders), default=0.0)
@@ -388,10 +391,6 @@ class SharedCopy:
             difference_max = float(np.abs(param - shared - residual).max(initial=0.0))
             held.append(difference_max <= _STEP_ROUNDING * largest)  # NaN is a difference
         return held
-
-    def _as_shared(self, arrays: Arrays) -> list[bool]:
-        """Return for each array whether it has the values of the shared parameters."""
-        return list(map(np.array_equal, map(on_host, arrays), map(on_host, self.shared)))
 
     def _is_sampled_as(self, arrays: Arrays) -> bool:
         """Return whether parameters on a device, of which a fingerprint counts changes, are as after the last step."""
@@ -420,12 +419,13 @@ class SharedCopy:
             return True
         return is_settled and not self.local_steps and not all(self.held(params))
 
-    def take_written(self, params: Any, values: Arrays) -> None:
+    def take_written(self, params: Any, values: Arrays, digest: str) -> None:
         """Go on from values that the caller has written, for all nodes or for this one: ``settle_written`` says.
 
         Args:
             params: the caller's, with what was added to the values since.
             values: as the caller has written them.
+            digest: see `Written`.
         """
         targets = writable_views(params)
         if self._applies_residual:
@@ -434,13 +434,13 @@ class SharedCopy:
             offset = difference(copies(targets), values)
             offset = offset if any(array.any() for array in offset) else []
             states = [encoder.state_dict() for encoder in self.groups.encoders]
-            self.written = Written(values, offset, encoders=states)
+            self.written = Written(values, digest, offset, states)
             return
         # As the shared parameters of all nodes, so that the next update holds only what follows.
         before = self.written.shared if self.written else copies(self.shared)
         moved = difference(copies(targets), before)
         self._sample = None
-        self.written = Written(values, shared=before, moved=moved)
+        self.written = Written(values, digest, shared=before, moved=moved)
         put(self.shared, values)
         put(targets, values)
 
@@ -537,7 +537,7 @@ class SharedCopy:
                 self._differing = writable_views(params)
                 return
             # A newcomer that has not trained yet needs no memory for that.
-            if self.groups.has_residuals or not all(self._as_shared(writable_views(params))):
+            if self.groups.has_residuals or not all(_equal(writable_views(params), self.shared)):
                 self._weigh_movement(params, weight)
                 self._set_residual(params)
             return
@@ -610,7 +610,7 @@ class SharedCopy:
         Raises:
             TypeError: NumPy cannot view the parameters in place.
         """
-        shared = self.shared or writable_views(params)
+        shared = agreed_parameters(self) or writable_views(params)
         if isinstance(self.total, MomentumSum):
             self.total.ensure_velocity(shared)
             return [*self.total.velocity, *shared]
@@ -624,6 +624,7 @@ class SharedCopy:
     def import_state(self, arrays: Arrays, params: Any) -> None:
         """Replace the shared parameters and the caller's by another replica's."""
         self.forget()
+        self.written = None
         target = self.shared or writable_views(params)
         values = arrays[len(arrays) - len(target) :]
         self.replacements += not all(map(np.array_equal, map(on_host, target), values))
@@ -638,6 +639,12 @@ class SharedCopy:
         self._sample = None
         if self.shared:
             self.write_params(params)
+
+
+def agreed_parameters(copy: SharedCopy) -> Arrays:
+    """Return the shared parameters as all nodes have them: without what this node's caller has written; or nothing."""
+    written = copy.written
+    return written.shared if written is not None and written.shared else copy.shared
 
 
 def sample_left(copy: SharedCopy) -> Any:
@@ -659,6 +666,11 @@ def moved_since(sample: Any, params: Arrays) -> Any:
     now = sample_beside(params)
     # That of a checkpoint is in host memory.
     return (now if type(now) is type(sample) else on_host(now)) - sample
+
+
+def _equal(arrays: Arrays, others: Arrays) -> list[bool]:
+    """Return for each array whether it has the values of the other one."""
+    return list(map(np.array_equal, map(on_host, arrays), map(on_host, others)))
 
 
 def _check_layouts(params: Any, shared: Arrays) -> None:

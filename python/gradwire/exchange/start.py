@@ -14,6 +14,7 @@ from .consistency import start_of
 from .departure import Departure, Trainings
 from .membership import Membership, Router
 from .options import Options
+from .parameters import agreed_parameters
 from .protocol import Hello, Introductions, NodeRun, Phase
 from .replica import Replica
 from .snapshot import NodeState
@@ -107,7 +108,7 @@ class Start:
         # Digests of the initial parameters tell nodes apart that begin differently.
         start = self._introductions.start
         if self._membership.phase is Phase.NEW:
-            arrays = self._replica.shared or params
+            arrays = agreed_parameters(self._replica) or params
             params_digest, residual = start_of(
                 groups, arrays, [] if state is None else state.export()
             )

@@ -98,7 +98,7 @@ class Step:
             elif has_moved:
                 update, before = replica.local_delta(params, weight)
             elif weight != 1.0:
-                update = self._weighed(update, weight)
+                update = _weighed(update, weight, self._membership.teams)
             pending = replica.encode(update, codec, before)
         except NonFiniteUpdate:
             # The parameters have moved already, and must not stay NaN; or they lack the finite part.
@@ -174,9 +174,8 @@ class Step:
 
     def take_written(self, params: Any, written: Arrays) -> None:
         """Go on from values that the caller has written; `Replica.settle_written` says whether for all nodes."""
-        self._replica.take_written(params, written)
-        if self._is_sync:
-            self._notes.announce_written(digest_of(written))
+        digest = digest_of(written) if self._is_sync else ""
+        self._replica.take_written(params, written, digest)
 
     def catch_up(self, params: Any, optimizer_state: NodeState, timeout_s: float) -> int:
         """Apply the asynchronous members' updates that have arrived; see ``Exchange.catch_up``."""
@@ -186,6 +185,7 @@ class Step:
         payloads = [messages for _, messages in membership.take_updates()]
         self._departure.remove_departed()
         if payloads:
+            self._replica.share_written(params)
             self._replica.apply(payloads, params, nodes=len(membership.peers) + 1, has_moved=True)
         self._join.serve(params, optimizer_state)
         self._replica.remember(params)
@@ -238,15 +238,6 @@ class Step:
         pending = replica.encode(update, codec, before)
         replica.hold(pending, params, begin_s, has_moved=replica.is_difference)
         return pending
-
-    def _weighed(self, update: Any, weight: float) -> Any:
-        if update is None:
-            (here, _), *_ = teams = self._membership.teams
-            raise ValueError(
-                f"{here} of {sum(workers for workers, _ in teams)} workers are on this machine, so its update has to "
-                f"be multiplied by {weight:.3g}: pass the update, it cannot be in the residual"
-            )
-        return scaled(update, weight)
 
     # ---- space -------------------------------------------------------------------------------------------------------
 
@@ -321,7 +312,8 @@ class Step:
                 if missing:
                     return missing
             self._router.greet()
-            self._notes.send(pending.step)
+            written = self._replica.written
+            self._notes.send(pending.step, "" if written is None else written.digest)
             pending.set_ticket(self._router.publish_update(pending.step, pending.payload))
         except TooLarge:
             self._replica.take_back(pending)
@@ -490,6 +482,16 @@ class Step:
             apply_s=apply_s,
             slowest=None if slowest is None else peer_of(slowest),
         )
+
+
+def _weighed(update: Any, weight: float, teams: Sequence[tuple[int, int]]) -> Any:
+    if update is None:
+        (here, _), *_ = teams
+        raise ValueError(
+            f"{here} of {sum(workers for workers, _ in teams)} workers are on this machine, so its update has to "
+            f"be multiplied by {weight:.3g}: pass the update, it cannot be in the residual"
+        )
+    return scaled(update, weight)
 
 
 def _hint(pending: StepUpdate, node: Node) -> str:

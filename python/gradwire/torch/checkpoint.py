@@ -49,7 +49,7 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 # optimiser's methods, though not many.
 _DCP = "torch.distributed.checkpoint.state_dict"
 _FRAMES_MAX = 16
-_LISTS = "outer_velocity", "last_updates", "sample", "moved"  # of an exchange's state
+_LISTS = "outer_velocity", "last_updates", "sample", "moved", "unsettled"  # of an exchange's state
 
 
 # ---- an exchange's state and a node's own parameters -----------------------------------------------------------------
