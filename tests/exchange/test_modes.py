@@ -10,6 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 import gradwire as gw
+from gradwire.errors import WouldBlock
 
 from ..seeds import seeds
 from .cluster import FakeNode, cluster, run_cluster
@@ -122,7 +123,7 @@ def test_a_node_too_far_ahead_gives_up_without_taking_the_update() -> None:
         one, two, three = updates_of(0, 3)
         results = [share.step(one, params), share.step(two, params)]
         before = enc.residual.copy()
-        with pytest.raises(gw.WouldBlock, match="2 steps ahead"):
+        with pytest.raises(WouldBlock, match="2 steps ahead"):
             share.step(three, params)
         np.testing.assert_array_equal(enc.residual, before)
         return Replica(params, enc.residual, results)
@@ -231,6 +232,41 @@ def test_an_interrupted_exchange_of_local_steps_counts_nothing_twice() -> None:
     kept = sum(replica.residual.astype(np.float64) for replica in replicas)
     assert same_bits(replicas)
     np.testing.assert_array_equal(replicas[0].params + kept, put_in)
+
+
+@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize("applies", [False, True], ids=["plain", "residual"])
+def test_an_update_that_found_no_space_may_be_given_again(every: int, applies: bool) -> None:
+    def work(node: FakeNode, rank: int) -> Replica:
+        enc, params = encoder(), np.zeros(NUMEL, np.float32)
+        share = gw.Exchange(
+            enc,
+            node,
+            reduction="sum",
+            min_peers=1,
+            every=every,
+            apply_residual=applies,
+            timeout_s=2.0,
+            on_straggler="wait",
+        )
+        share.join(params)
+        refusals = 0
+        for count, one in enumerate(updates_of(rank, 8)):
+            node.is_full = rank == 0 and count == 3
+            try:
+                share.step(one, params)
+            except WouldBlock:
+                refusals += 1
+                assert share.step_number == count
+                node.is_full = False
+                share.step(one, params)
+        assert refusals == (rank == 0)
+        share.leave(params)
+        return Replica(share.shared(params)[0], enc.residual, [])
+
+    put_in = sum(one.astype(np.float64) for rank in range(2) for one in updates_of(rank, 8))
+    for replica in run_cluster(work, count=2, seed=1):
+        np.testing.assert_array_equal(replica.params, put_in)
 
 
 def test_a_local_step_that_is_not_finite_is_taken_back() -> None:

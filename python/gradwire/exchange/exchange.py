@@ -364,8 +364,9 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
         finished = self._begin(params, optimizer_state)
         # Local steps change the parameters at once, so the update of the exchange is what the parameters have moved by.
         if self._options.every > 1:
+            _wait_before_exchange(self, params)
             self._replica.add_local_step(update, params)
-            return self._local_step(params, finished)
+            return _take_local_step(self, params, finished)
         if self._options.apply_residual:
             self._replica.copy_shared(params)
         elif self._replica.shared:
@@ -394,7 +395,9 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
                 "nothing is known of the parameters before they were moved: call join(params) first"
             )
         finished = self._begin(params, optimizer_state)
-        return self._local_step(params, finished)
+        if self._options.every > 1:
+            _wait_before_exchange(self, params)
+        return _take_local_step(self, params, finished)
 
     @_by_one_thread
     def catch_up(self, params: Any, timeout_s: float = 0.0) -> int:
@@ -465,23 +468,6 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
         if self._replica.local_steps + 1 < self._options.overlap:
             return None
         return self._finish_earlier(params)
-
-    def _local_step(
-        self, params: Any, finished: StepResult | None, *, sends: bool = False
-    ) -> StepResult:
-        """Take a local step, or the one that sends; return the result of the step that is finished by now."""
-        replica = self._replica
-        if replica.count_local_step() < self._options.every and not sends:
-            local = StepResult(step=replica.step, is_local=True)
-            self._count(local)
-            replica.remember(params)
-            # Exchanges may be minutes apart: nodes that come meanwhile are answered here.
-            self._join.poll(0.0)
-            self._join.serve(params, self._optimizer_state)
-            return finished or local
-        result = self._step.take_step(None, params, self._optimizer_state, has_moved=True)
-        self._end_step(result, params)
-        return result or finished or StepResult(step=self.next_step)
 
     def _finish_earlier(self, params: Any) -> StepResult | None:
         if self._replica.pending is None:
@@ -565,6 +551,30 @@ def _become_member(
             )
 
 
+def _wait_before_exchange(exchange: Exchange, params: Any) -> None:
+    """Wait for space before the step that sends: `WouldBlock` says that neither parameters nor count have changed."""
+    if exchange._replica.local_steps + 1 >= exchange._options.every:
+        exchange._step.wait_for_room(params, exchange._optimizer_state)
+
+
+def _take_local_step(
+    exchange: Exchange, params: Any, finished: StepResult | None, *, sends: bool = False
+) -> StepResult:
+    """Take a local step, or the one that sends; return the result of the step that is finished by now."""
+    replica = exchange._replica
+    if replica.count_local_step() < exchange._options.every and not sends:
+        local = StepResult(step=replica.step, is_local=True)
+        exchange._count(local)
+        replica.remember(params)
+        # Exchanges may be minutes apart: nodes that come meanwhile are answered here.
+        exchange._join.poll(0.0)
+        exchange._join.serve(params, exchange._optimizer_state)
+        return finished or local
+    result = exchange._step.take_step(None, params, exchange._optimizer_state, has_moved=True)
+    exchange._end_step(result, params)
+    return result or finished or StepResult(step=exchange.next_step)
+
+
 def _step_number(exchange: Exchange) -> int:
     """Return the number of the training's next step, counted from 0: local steps (``every``) are steps, too."""
     is_open = exchange._replica.pending is not None
@@ -610,11 +620,12 @@ def hand_over(
     # With ``overlap`` the step before may stay open for longer.
     finished = exchange._finish_earlier(params) or finished
     exchange._start.hold_introductions(exchange._replica.step)
+    exchange._step.wait_for_room(params, exchange._optimizer_state)
     if update is not None and exchange._replica.is_difference:
         exchange._replica.add_update(update, params, exchange._membership.weight)
     elif update is not None:
         exchange._replica.add_local_step(update, params)
-    result = exchange._local_step(params, finished, sends=True)
+    result = _take_local_step(exchange, params, finished, sends=True)
     result = exchange._finish_earlier(params) or result
     exchange._replica.make_residual(params)  # for `take_over`
     return result

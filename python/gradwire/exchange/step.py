@@ -65,6 +65,7 @@ class Step:
         most_bytes = replica.groups.max_payload_bytes(options.codec)
         self._room_bytes = min(most_bytes, _ROOM_BYTES_MAX)
         self._last_missing: frozenset[NodeRun] = frozenset()
+        self._room_s = 0.0  # waited for space since the last step that sent
         self._has_shared_written = False
 
     def take_step(
@@ -80,7 +81,7 @@ class Step:
         replica = self._replica
         codec = self._options.codec
         # Space first: without space the update only accumulates, because an encoded message is never encoded again.
-        room_s = self._wait_for_room(params, optimizer_state)
+        self.wait_for_room(params, optimizer_state)
         begin_s = clock.now_s()
         # Before the weight, which makes a machine's update count as its workers do: a sketch counts the workers itself.
         weight = self._membership.weight
@@ -107,7 +108,8 @@ class Step:
             elif replica.applies_residual:
                 replica.write_params(params)
             raise
-        replica.hold(pending, params, begin_s, has_moved=is_held, wait_s=room_s)
+        replica.hold(pending, params, begin_s, has_moved=is_held, wait_s=self._room_s)
+        self._room_s = 0.0
         if self._options.overlap:
             # The message leaves now and the next call waits for the others', so they travel while the caller computes.
             begin_s = clock.now_s()
@@ -195,7 +197,7 @@ class Step:
         """Send everything that is left as the last update, and say so."""
         replica = self._replica
         self._router.hold_introductions(-1)  # the others may go on with further parameters now
-        self._wait_for_room(params, optimizer_state)
+        self.wait_for_room(params, optimizer_state)
         # What the last local steps have moved is part of the last update. A difference has it, and needs no memory.
         if not replica.is_difference:
             replica.make_residual(params)
@@ -241,8 +243,8 @@ class Step:
 
     # ---- space -------------------------------------------------------------------------------------------------------
 
-    def _wait_for_room(self, params: Any, optimizer_state: NodeState) -> float:
-        """Receive until the node has space for one more message and no member is too far behind; return the seconds.
+    def wait_for_room(self, params: Any, optimizer_state: NodeState) -> None:
+        """Receive until the node has space for one more message and no member is too far behind.
 
         Raises:
             WouldBlock: after ``timeout_s``.
@@ -255,7 +257,8 @@ class Step:
                 self._join.ensure_member(params, optimizer_state)
             obstacle = self._obstacle()
             if obstacle is None:
-                return clock.now_s() - begin_s
+                self._room_s += clock.now_s() - begin_s
+                return
             if clock.now_s() >= begin_s + timeout_s:
                 raise WouldBlock(
                     f"step {self._introductions.step_number(self._replica.step)} cannot begin within "
