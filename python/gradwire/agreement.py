@@ -366,8 +366,14 @@ class Agreement:
         """Return samples of this node's last update, or of its workers', for checkpoints; empty without momentum."""
         return [sample.copy() for sample in self._previous]
 
-    def load_previous(self, samples: Sequence[Any]) -> None:
-        """Continue from ``previous``."""
+    @property
+    def median(self) -> float:
+        """The median of the members' norms when they told them last, for checkpoints; 0.0: unknown."""
+        return self._median
+
+    def load_previous(self, samples: Sequence[Any], median: float = 0.0) -> None:
+        """Continue from ``previous`` and ``median``."""
+        self._median = median
         self._previous = [np.array(sample, np.float32) for sample in samples]
 
 

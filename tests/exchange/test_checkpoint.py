@@ -116,6 +116,28 @@ def test_local_steps_before_a_checkpoint_count_in_the_next_update_s_norm(
         assert state["shared"][0].tobytes() == resumed_state["shared"][0].tobytes()
 
 
+@pytest.mark.parametrize(("half", "bad"), [(10, 10), (33, 35)])
+def test_an_outlier_right_after_a_checkpoint_is_shortened(half: int, bad: int) -> None:
+    def work(node: FakeNode, rank: int, steps: range, start: Any) -> Any:
+        share = gw.Exchange(gw.Encoder(NUMEL, 0.01), node, min_peers=2, limit_outliers=True)
+        params = np.zeros(NUMEL, np.float32)
+        if start is not None:
+            params, state = start
+            share.load_state_dict(state)
+        for step in steps:
+            factor = np.float32(100.0 if (rank, step) == (0, bad) else 1.0)
+            result = share.step(factor * update(rank, step), params)
+            assert result.shortened == int(factor > 1.0)
+        return params.copy(), share.state_dict()
+
+    def train(steps: range, starts: Any = (None,) * 3) -> Any:
+        return run_cluster(lambda node, rank: work(node, rank, steps, starts[rank]), seed=1)
+
+    [(whole, _), *_] = train(range(40))
+    [(resumed, _), *_] = train(range(half, 40), train(range(half)))
+    assert resumed.tobytes() == whole.tobytes()
+
+
 def test_a_state_is_a_copy() -> None:
     [(_, state)] = train(range(2), {}, [None])
     before = pickle.dumps(state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -86,6 +87,7 @@ def state_of(replica: Replica, training: str, params: Any = None) -> dict[str, A
         "owner": replica.owner_state(),
         "agreement": replica.agreement.state(),
         "last_updates": replica.agreement.previous(),
+        "median": replica.agreement.median,
         "sample": [] if sample is None else [np.array(on_host(sample))],
         "unsettled": [] if replica.written is None else [copy.deepcopy(vars(replica.written))],
         "training": training,
@@ -122,7 +124,7 @@ def load_state(state: dict[str, Any], replica: Replica, every: int) -> None:
     if isinstance(total, MomentumSum):
         total.load_velocity(state["outer_velocity"])
     replica.agreement.load(state["agreement"])
-    replica.agreement.load_previous(state["last_updates"])
+    replica.agreement.load_previous(state["last_updates"], float(state.get("median", 0.0)))
     sample = next((np.array(each, np.float64) for each in state.get("sample", ())), None)
     written = next(map(_written_of, state.get("unsettled", ())), None)
     replica.load_shared(copies(state["shared"]), sample, written)
@@ -189,6 +191,8 @@ def _checked(state: dict[str, Any], replica: Replica) -> Sequence[dict[str, Any]
         checked_state(state["agreement"])
     except ValueError as error:
         raise ValueError(f"agreement {state['agreement']!r}: {error}") from error
+    if not 0.0 <= float(state.get("median", 0.0)) < math.inf:  # older states have none
+        raise ValueError(f"median is {state['median']}")
     for sample in state["last_updates"]:
         np.asarray(sample, np.float32)
     for sample in state.get("sample", ()):  # older states have none
