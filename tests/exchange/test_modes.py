@@ -269,6 +269,44 @@ def test_an_update_that_found_no_space_may_be_given_again(every: int, applies: b
         np.testing.assert_array_equal(replica.params, put_in)
 
 
+@pytest.mark.parametrize(("every", "overlap"), [(1, 0), (1, 1), (3, 1)])
+def test_a_call_that_only_waits_for_an_earlier_step_says_that_it_took_nothing(
+    every: int, overlap: int
+) -> None:
+    def work(node: FakeNode, rank: int) -> NDArray[np.float32]:
+        params = np.zeros(NUMEL, np.float32)
+        share = gw.Exchange(
+            encoder(),
+            node,
+            reduction="sum",
+            min_peers=1,
+            every=every,
+            overlap=overlap,
+            timeout_s=2.0,
+            on_straggler="raise" if rank == 0 else "wait",
+        )
+        share.join(params)
+        repeated = 0
+        for count, one in enumerate(updates_of(rank, 9)):
+            if rank == 1 and count == 4:
+                node.cluster.compute(node, 7.0)
+            is_taken = False
+            while not is_taken:
+                try:
+                    share.step(one, params)
+                    is_taken = True
+                except TimeoutError as error:
+                    is_taken = "no update of this call was taken" not in str(error)
+                    repeated += not is_taken
+        assert (repeated > 1) == (rank == 0)
+        share.leave(params)
+        return share.shared(params)[0]
+
+    put_in = sum(one.astype(np.float64) for rank in range(2) for one in updates_of(rank, 9))
+    for shared in run_cluster(work, count=2, seed=1):
+        np.testing.assert_array_equal(shared, put_in)
+
+
 def test_a_local_step_that_is_not_finite_is_taken_back() -> None:
     with cluster(0) as made:
         share = gw.Exchange(encoder(4), made.node(1), min_peers=0)

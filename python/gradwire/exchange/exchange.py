@@ -348,7 +348,8 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
             WouldBlock: there was no space to send, or this node was too far ahead of another, for ``timeout_s``; the
                 update was not taken.
             TimeoutError: a connected member sent no message for this step within ``timeout_s``, or there was no space
-                for the message after all. The update was taken; the next call finishes the step.
+                for the message after all. The update was taken; the next call finishes the step. If that takes as long
+                again, nothing of the next call was taken, and the text says so.
             MessageError: a member sent bytes that are no message, or a message of another step or size; ``params`` is
                 unchanged.
             Closed: the node has been closed.
