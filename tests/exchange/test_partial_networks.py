@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 import gradwire as gw
@@ -213,3 +214,45 @@ def test_a_node_that_stood_still_at_the_start_does_not_begin_on_what_it_knew_bef
         assert {each.share._membership.origin.id for each in trainers} == {10}
         assert all(len(each.share.members) == 3 for each in trainers)
     assert ("begins without it" in caplog.text) != notices
+
+
+@pytest.mark.parametrize("topology", ["mesh", "sharded"])
+def test_the_last_update_of_a_node_that_left_counts_after_the_report_of_one_that_left_later(
+    topology: Any,
+) -> None:
+    steps = 4
+    with cluster(1) as world:
+        nodes = [world.node(10 * (1 + rank)) for rank in range(3)]
+        _, stopped, slow = nodes
+
+        def work(node: FakeNode, rank: int) -> bytes:
+            share = gw.Exchange(gw.Encoder(8, 0.5), node, min_peers=2, topology=topology)
+            params = np.zeros(8, np.float32)
+            for _ in range(steps):
+                share.step(np.full(8, 0.25 + 0.25 * rank, np.float32), params)
+            if node is slow:
+                world.slow_links.add((slow.peer, stopped.peer))
+            share.leave(params)
+            world.close(node)
+            return params.tobytes()
+
+        publish = stopped.publish
+
+        def stop_after_last(buffer: Any, tag: int = 0, to: Any = None) -> Any:
+            ticket = publish(buffer, tag, to)
+            if tag == steps:
+                world.stopped.add(stopped)
+            return ticket
+
+        stopped.publish = stop_after_last  # type: ignore[method-assign]
+        workers = [
+            world.start(node, lambda n=node, r=rank: work(n, r)) for rank, node in enumerate(nodes)
+        ]
+        world.run(until=lambda: workers[0].is_done and workers[2].is_done)
+        links = [world.link(node.peer, stopped.peer) for node in (nodes[0], slow)]
+        world.run(until=lambda: not links[0])
+        world.slow_links.clear()
+        world.run(until=lambda: not links[1])
+        world.stopped.clear()
+        world.run()
+    assert len({worker.result for worker in workers}) == 1

@@ -441,7 +441,7 @@ class Departure:
         # it could. An observer gets nothing relayed, and hears by itself how the node ends.
         is_late = membership.members[run].next_missing < next_missing
         is_awaited = membership.destination is Phase.READY or (number == _ALL_LEAVE and is_late)
-        return run in self._introductions.hellos and is_awaited
+        return is_awaited and (run in self._introductions.hellos or _has_more(self._router, run))
 
     def _refuse(self, run: NodeRun) -> None:
         """Tell a node that takes this one for a member, and would wait for its reports, that it is none here."""
@@ -557,6 +557,11 @@ class Departure:
             return
         self._membership.add_relayed(run, messages, payload)
         self._settle_departures()
+
+
+def _has_more(router: Router, run: NodeRun) -> bool:
+    """Return whether messages of a node, whose connection may have ended, are still to be handled."""
+    return any(run_of(peer) == run for peer, *_ in router.remaining)
 
 
 # ---- this node's own departure ---------------------------------------------------------------------------------------

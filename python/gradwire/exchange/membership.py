@@ -35,7 +35,7 @@ from .protocol import (
 from .results import Pace
 
 if TYPE_CHECKING:
-    from ..transport import Node, Ticket
+    from ..transport import Node, Received, Ticket
 
 __all__ = ["STEPS_AHEAD_MAX", "Membership", "Router", "UpdateStream", "Updates"]
 
@@ -647,6 +647,7 @@ class Router:
     Attributes:
         node: as given.
         lost: the members that the last ``receive`` found lost.
+        remaining: messages that were received and are still to be handled.
     """
 
     def __init__(
@@ -658,6 +659,7 @@ class Router:
     ) -> None:
         self.node = node
         self.lost: set[NodeRun] = set()
+        self.remaining: deque[Received] = deque()
         self._membership = membership
         self._introductions = membership.introductions
         self._parse = parse
@@ -670,7 +672,6 @@ class Router:
         self._update: Outgoing | None = None  # a large one, on its way
         self._slicer = Slicer(node, tag_of(Kind.SLICE, 0), self._peers_of, self._most_bytes)
         self._assembler = Assembler(largest_bytes)
-        self._peers: tuple[Peer, ...] = ()
         self._runs: dict[Peer, NodeRun] = {}  # of the connected peers
         # What was seen last, so that a step in which nobody comes or goes compares two tuples and nothing else.
         self._connected: frozenset[NodeRun] = frozenset()
@@ -740,7 +741,7 @@ class Router:
 
     def greet(self) -> None:
         """Introduce this node to nodes that have come since the last `receive`, before an update or its note."""
-        if self.node.peers != self._peers:
+        if self.node.peers != tuple(self._runs):
             self._greet(self.node.peers)
 
     def introduce(self, receiver: NodeRun | None = None) -> None:
@@ -828,7 +829,7 @@ class Router:
         Members that go down meanwhile are lost in the next call, after their last messages.
         """
         peers = self.node.peers
-        if peers != self._peers or not self._introductions.hellos.keys() <= self._connected:
+        if peers != tuple(self._runs) or not self._introductions.hellos.keys() <= self._connected:
             self._greet(peers)
         if self._unsent:
             self.flush()
@@ -847,7 +848,9 @@ class Router:
             received = [*received, *self.node.receive(timeout_s=0.0)]
             self._greet(self.node.peers)
         self._ended |= ended - self._connected
-        for peer, tag, payload in received:
+        self.remaining = deque(received)
+        while self.remaining:
+            peer, tag, payload = self.remaining.popleft()
             kind, number = divmod(tag, TAG_NUMBERS)
             sender = self._runs.get(peer) or self._introductions.register(peer)
             self._handle(sender, kind, number, payload)
@@ -860,7 +863,6 @@ class Router:
 
     def _greet(self, peers: tuple[Peer, ...]) -> None:
         """Introduce this node to new connections, and forget those that have ended."""
-        self._peers = peers
         # By peer, because a message names its sender so: the step of a mesh makes no identities anew.
         self._runs = {peer: self._introductions.register(peer) for peer in peers}
         self._connected = frozenset(self._runs.values())
