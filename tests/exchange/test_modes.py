@@ -307,6 +307,37 @@ def test_a_call_that_only_waits_for_an_earlier_step_says_that_it_took_nothing(
         np.testing.assert_array_equal(shared, put_in)
 
 
+@pytest.mark.parametrize("topology", ["mesh", "sharded"])
+@pytest.mark.parametrize("others", [1, 2])
+def test_a_leave_that_timed_out_may_be_called_again(topology: Any, others: int) -> None:
+    def work(node: FakeNode, rank: int) -> Replica:
+        enc, params = encoder(), np.zeros(NUMEL, np.float32)
+        share = gw.Exchange(
+            enc,
+            node,
+            reduction="sum",
+            min_peers=others,
+            topology=topology,
+            timeout_s=2.0,
+            on_straggler="raise" if rank == 0 else "wait",
+        )
+        share.join(params)
+        results = [share.step(one, params) for one in updates_of(rank, 4)]
+        if rank == 1:
+            node.cluster.compute(node, 3.0)
+        if rank == 0:
+            with pytest.raises(TimeoutError):
+                share.leave(params)
+        results.append(share.leave(params))
+        node.cluster.compute(node, 1.0)
+        node.cluster.close(node)
+        return Replica(params, enc.residual, results)
+
+    put_in = sum(one.astype(np.float64) for r in range(1 + others) for one in updates_of(r, 4))
+    for replica in run_cluster(work, count=1 + others, seed=2):
+        np.testing.assert_array_equal(replica.params, put_in)
+
+
 def test_a_local_step_that_is_not_finite_is_taken_back() -> None:
     with cluster(0) as made:
         share = gw.Exchange(encoder(4), made.node(1), min_peers=0)

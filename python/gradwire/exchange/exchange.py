@@ -304,8 +304,13 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
         if self._membership.phase is Phase.LEAVING:
             return StepResult(step=self.next_step)
         self.note_written(params)
-        self._begin(params, optimizer_state)
-        self._finish_earlier(params)
+        finished = self._begin(params, optimizer_state)
+        finished = self._finish_earlier(params) or finished
+        sharding = self._replica.sharding
+        if finished and sharding is not None and self._membership.run not in sharding.senders:
+            # The step that an earlier call of this method had begun: nobody takes a further update.
+            self._join.end()
+            return finished
         result = self._step.leave(params, self._optimizer_state)
         self._count(result)
         self._replica.remember(params)
