@@ -459,3 +459,23 @@ def test_messages_that_arrive_between_write_and_exchange_stay() -> None:
     last, _ = run_cluster(work, count=2, seed=0)
     put_in = sum(update(rank, step) for rank in range(2) for step in range(24)) + np.float32(2.0)
     np.testing.assert_array_equal(last, put_in)
+
+
+@pytest.mark.parametrize("applies", [False, True], ids=["plain", "residual"])
+def test_what_is_written_right_before_leave_is_sent(applies: bool) -> None:
+    def work(node: FakeNode, rank: int) -> NDArray[np.float32]:
+        encoder = gw.Encoder(NUMEL, gw.FixedThreshold(THRESHOLD))
+        share = gw.Exchange(
+            encoder, node, min_peers=1, reduction="sum", every=2, apply_residual=applies
+        )
+        params = np.zeros(NUMEL, np.float32)
+        share.join(params)
+        for step in range(4):
+            share.step(update(rank, step), params)
+        params += rank
+        share.leave(params)
+        return share.shared(params)[0]
+
+    put_in = sum(update(rank, step) for rank in range(2) for step in range(4)) + np.float32(1.0)
+    for shared in run_cluster(work, count=2, seed=1):
+        np.testing.assert_array_equal(shared, put_in)

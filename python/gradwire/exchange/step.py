@@ -201,7 +201,7 @@ class Step:
         # What the last local steps have moved is part of the last update. A difference has it, and needs no memory.
         if not replica.is_difference:
             replica.make_residual(params)
-            if replica.local_steps:
+            if replica.local_steps or replica.written is not None:
                 replica.absorb_local_changes(params, self._membership.weight)
         pending = self._encode_rest(None, params)
         result = self._finish_or_repeat(pending, None, params, optimizer_state)
