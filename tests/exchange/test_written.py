@@ -479,3 +479,28 @@ def test_what_is_written_right_before_leave_is_sent(applies: bool) -> None:
     put_in = sum(update(rank, step) for rank in range(2) for step in range(4)) + np.float32(1.0)
     for shared in run_cluster(work, count=2, seed=1):
         np.testing.assert_array_equal(shared, put_in)
+
+
+@pytest.mark.parametrize("writes", [(4,), (3, 4, 5), (5, 6)], ids=str)
+@pytest.mark.parametrize(("every", "overlap"), [(2, 0), (2, 1), (2, 2), (3, 1)])
+def test_what_is_noted_twice_before_an_exchange_loses_no_message(
+    every: int, overlap: int, writes: tuple[int, ...]
+) -> None:
+    def work(node: FakeNode, rank: int) -> NDArray[np.float32]:
+        encoder = gw.Encoder(NUMEL, gw.FixedThreshold(THRESHOLD))
+        share = gw.Exchange(
+            encoder, node, min_peers=1, reduction="sum", every=every, overlap=overlap
+        )
+        params = np.zeros(NUMEL, np.float32)
+        share.join(params)
+        for step in range(13):
+            if rank == 0 and step in writes:
+                params += 0.125
+                share.note_written(params)
+            share.step(update(rank, step), params)  # notes it again
+        share.leave(params)
+        return share.shared(params)[0]
+
+    put_in = sum(update(rank, step) for rank in range(2) for step in range(13))
+    for shared in run_cluster(work, count=2, seed=1):
+        np.testing.assert_array_equal(shared, put_in + np.float32(0.125 * len(writes)))

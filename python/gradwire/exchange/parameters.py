@@ -438,7 +438,9 @@ class SharedCopy:
             return
         # As the shared parameters of all nodes, so that the next update holds only what follows.
         before = self.written.shared if self.written else copies(self.shared)
-        moved = difference(copies(targets), before)
+        moved = difference(copies(targets), copies(self.shared))
+        if self.written is not None:
+            add(moved, self.written.moved)
         self._sample = None
         self.written = Written(values, digest, shared=before, moved=moved)
         put(self.shared, values)
