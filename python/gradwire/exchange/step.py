@@ -248,7 +248,11 @@ class Step:
     # ---- space -------------------------------------------------------------------------------------------------------
 
     def wait_for_room(self, params: Any, optimizer_state: NodeState) -> None:
-        """Receive until the node has space for one more message and no member is too far behind.
+        """Wait for space before an update is taken; see below."""
+        self._room_s += self._wait_for_room(params, optimizer_state)
+
+    def _wait_for_room(self, params: Any, optimizer_state: NodeState) -> float:
+        """Receive until the node has space for one more message and no member is too far behind; return the seconds.
 
         Raises:
             WouldBlock: after ``timeout_s``.
@@ -261,8 +265,7 @@ class Step:
                 self._join.ensure_member(params, optimizer_state)
             obstacle = self._obstacle()
             if obstacle is None:
-                self._room_s += clock.now_s() - begin_s
-                return
+                return clock.now_s() - begin_s
             if clock.now_s() >= begin_s + timeout_s:
                 raise WouldBlock(
                     f"step {self._introductions.step_number(self._replica.step)} cannot begin within "
