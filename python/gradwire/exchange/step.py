@@ -248,7 +248,7 @@ class Step:
     # ---- space -------------------------------------------------------------------------------------------------------
 
     def wait_for_room(self, params: Any, optimizer_state: NodeState) -> None:
-        """Wait for space before an update is taken; see below."""
+        """Wait until an update may be taken, and count the seconds; `WouldBlock` is raised after ``timeout_s``."""
         self._room_s += self._wait_for_room(params, optimizer_state)
 
     def _wait_for_room(self, params: Any, optimizer_state: NodeState) -> float:
