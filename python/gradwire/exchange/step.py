@@ -216,9 +216,7 @@ class Step:
         try:
             return self._finish(pending, params, has_moved=True)
         except TimeoutError as error:
-            raise TimeoutError(
-                f"{error}. It is an earlier call's: no update of this call was taken"
-            ) from None
+            raise TimeoutError(f"{error}; no update of this call was taken") from None
         except LeftBehind:
             self._join.ensure_member(params, optimizer_state)
             return None
