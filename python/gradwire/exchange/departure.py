@@ -418,29 +418,29 @@ class Departure:
         elif not self._is_sync and membership.lacks_updates(named):
             self.rejoin("updates of a node that is gone have never come here")
         else:
+            meant = _members_of(membership, named)
+            if number == _ALL_LEAVE:
+                self._introductions.note_finished(meant)
             gone = [
                 run
-                for run, next_missing in named.items()
-                if run in membership.members
-                and run not in membership.departing
-                and next_missing >= (membership.members[run].first_received or 0)
-                and not self._still_sends(run, next_missing, number)
+                for run, next_missing in meant.items()
+                if run not in membership.departing and not self._still_sends(run, next_missing)
             ]
             if gone:
-                address = self._introductions.peer_of(reporter).address
-                self.suspect(gone, f"is gone, says {address}")
+                self.suspect(gone, f"is gone, says {self._introductions.peer_of(reporter).address}")
             elif self._own_report() != self._last_report:
                 # Only reports that name the same nodes are compared.
                 self.report()
         self._settle_departures()
 
-    def _still_sends(self, run: NodeRun, next_missing: int, number: int) -> bool:
+    def _still_sends(self, run: NodeRun, next_missing: int) -> bool:
         """Return whether a node that is gone, as others say, still has updates for this node."""
         membership = self._membership
         # Who leaves waits until all have got them, and the reporter, which would have to relay them, may leave before
         # it could. An observer gets nothing relayed, and hears by itself how the node ends.
         is_late = membership.members[run].next_missing < next_missing
-        is_awaited = membership.destination is Phase.READY or (number == _ALL_LEAVE and is_late)
+        has_left = self._introductions.has_finished(run)
+        is_awaited = membership.destination is Phase.READY or (has_left and is_late)
         return is_awaited and (run in self._introductions.hellos or _has_more(self._router, run))
 
     def _refuse(self, run: NodeRun) -> None:
@@ -557,6 +557,16 @@ class Departure:
             return
         self._membership.add_relayed(run, messages, payload)
         self._settle_departures()
+
+
+def _members_of(membership: Membership, report: dict[NodeRun, int]) -> dict[NodeRun, int]:
+    """Return what a report says of members, without what it says of an earlier time of theirs."""
+    members = membership.members
+    return {
+        run: next_missing
+        for run, next_missing in report.items()
+        if run in members and next_missing >= (members[run].first_received or 0)
+    }
 
 
 def _has_more(router: Router, run: NodeRun) -> bool:

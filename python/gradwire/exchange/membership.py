@@ -824,31 +824,14 @@ class Router:
         return True
 
     def receive(self, timeout_s: float) -> set[NodeRun]:
-        """Send queued messages, handle messages and events for up to ``timeout_s``, and return the lost members.
-
-        Members that go down meanwhile are lost in the next call, after their last messages.
-        """
+        """Send and handle messages and events for up to ``timeout_s``, and return the lost members."""
         peers = self.node.peers
         if peers != tuple(self._runs) or not self._introductions.hellos.keys() <= self._connected:
             self._greet(peers)
         if self._unsent:
             self.flush()
-        received = self.node.receive(timeout_s=timeout_s)
-        # Losses before messages: a connection that has ended and begun again meanwhile brings an introduction, which
-        # would be forgotten with the old connection. What a lost peer has sent is all taken before the peer counts as
-        # lost.
-        ended: set[NodeRun] = set()
-        while events := self.node.events():
-            for event in events:
-                if isinstance(event, PeerLost):
-                    run = run_of(event.peer)
-                    reason = _REASONS.get(event.reason, f"is gone: {event.reason}")
-                    self._forget_connection(run, reason)
-                    ended.add(run)
-            received = [*received, *self.node.receive(timeout_s=0.0)]
-            self._greet(self.node.peers)
-        self._ended |= ended - self._connected
-        self.remaining = deque(received)
+        if not self.remaining:  # an interrupted call leaves what it has taken
+            self._take(timeout_s)
         while self.remaining:
             peer, tag, payload = self.remaining.popleft()
             kind, number = divmod(tag, TAG_NUMBERS)
@@ -860,6 +843,24 @@ class Router:
         # way is lost. Such a member has to begin anew as well: ``broken`` remembers it.
         self.lost = self._membership.broken | (self._membership.members.keys() - self._connected)
         return self.lost
+
+    def _take(self, timeout_s: float) -> None:
+        """Take messages and events from the node; wait up to ``timeout_s`` for some."""
+        self.remaining.extend(self.node.receive(timeout_s=timeout_s))
+        # Losses before messages: a connection that has ended and begun again meanwhile brings an introduction, which
+        # would be forgotten with the old connection. What a lost peer has sent is all taken before the peer counts as
+        # lost.
+        ended: set[NodeRun] = set()
+        while events := self.node.events():
+            for event in events:
+                if isinstance(event, PeerLost):
+                    run = run_of(event.peer)
+                    why = event.reason
+                    self._forget_connection(run, _REASONS.get(why, f"is gone: {why}"))
+                    ended.add(run)
+            self.remaining.extend(self.node.receive(timeout_s=0.0))
+            self._greet(self.node.peers)
+        self._ended |= ended - self._connected
 
     def _greet(self, peers: tuple[Peer, ...]) -> None:
         """Introduce this node to new connections, and forget those that have ended."""

@@ -550,6 +550,10 @@ class Introductions:
         """Return whether a node has said that it leaves."""
         return self._reasons.get(run) == "finished"
 
+    def note_finished(self, runs: Iterable[NodeRun]) -> None:
+        """Note that nodes have said that they leave, of which others have told."""
+        self._reasons.update(dict.fromkeys(runs, "finished"))
+
     def has_dropped(self, run: NodeRun) -> bool:
         """Return whether a node has ended the connection, because it heard nothing of this one for too long."""
         return self._reasons.get(run) == DROPPED

@@ -1,0 +1,98 @@
+"""The end of a training, and calls that are interrupted: no message is lost, and all nodes end with the same bits."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import gradwire as gw
+from gradwire.transport import PeerLost
+
+from .cluster import FakeNode, run_cluster
+
+NUMEL = 24
+STEPS = 3
+
+
+def updates_of(rank: int) -> list[NDArray[np.float32]]:
+    """Return multiples of 2^-12, so that every sum of them is exact in float32."""
+    rng = np.random.default_rng([5, rank])
+    return [(rng.integers(-256, 256, NUMEL) / 2.0**12).astype(np.float32) for _ in range(STEPS)]
+
+
+def exchange(node: FakeNode, others: int, **options: Any) -> gw.Exchange:
+    enc = gw.Encoder(NUMEL, gw.FixedThreshold(2.0**-6))
+    return gw.Exchange(enc, node, min_peers=others, reduction="sum", **options)
+
+
+@pytest.mark.parametrize("topology", ["mesh", "sharded"])
+def test_nodes_that_leave_together_end_with_the_same_bits(topology: Any) -> None:
+    """One hears that another one has left from a third, which has only heard so itself.
+
+    The last update of the one that has left is still on its way, and nobody stays to relay it.
+    """
+
+    def work(node: FakeNode, rank: int) -> NDArray[np.float32]:
+        share = exchange(node, 4, topology=topology)
+        params = np.zeros(NUMEL, np.float32)
+        for update in updates_of(rank):
+            share.step(update, params)
+        node.cluster.compute(node, 0.02 * node.cluster.random.random())
+        share.leave(params)
+        node.cluster.close(node)
+        return params
+
+    expected = sum(sum(updates_of(rank)) for rank in range(5))
+    # It happens in one of fifty.
+    for seed in range(150):
+        for params in run_cluster(work, count=5, seed=seed):
+            np.testing.assert_array_equal(params, expected)
+
+
+@pytest.mark.parametrize("topology", ["mesh", "sharded"])
+def test_an_interrupted_call_keeps_the_messages_that_it_has_taken(topology: Any) -> None:
+    """A node that goes is an event, after which the call looks for messages once more, and is interrupted."""
+    interrupted: list[int] = []
+
+    def interrupt(node: FakeNode, seed: int) -> None:
+        """Interrupt a call that has taken messages and a loss."""
+        receive, events = node.receive, node.events
+        taken: list[list[Any]] = [[], []]
+
+        def look(timeout_s: float = 0.0) -> Any:
+            if all(taken) and seed not in interrupted:
+                interrupted.append(seed)
+                raise KeyboardInterrupt
+            taken[0] = receive(timeout_s)
+            return taken[0]
+
+        def note() -> Any:
+            taken[1] = [event for event in events() if isinstance(event, PeerLost)]
+            return taken[1]
+
+        node.receive, node.events = look, note  # type: ignore[method-assign]
+
+    def work(node: FakeNode, rank: int, seed: int) -> NDArray[np.float32]:
+        share = exchange(node, 2, topology=topology)
+        params = np.zeros(NUMEL, np.float32)
+        share.join(params)
+        if rank == 0:
+            interrupt(node, seed)
+        while share.next_step < (3 if rank == 2 else 8):
+            params += 2.0**-8
+            with suppress(KeyboardInterrupt):  # the next call finishes the step
+                share.step_moved(params)
+        for _ in range(2):  # the second call does nothing, or finishes what the first has begun
+            with suppress(KeyboardInterrupt):
+                share.leave(params)
+        node.cluster.close(node)
+        return params
+
+    for seed in range(40):
+        first, second, _ = run_cluster(lambda node, rank, s=seed: work(node, rank, s), seed=seed)
+        np.testing.assert_array_equal(first, second)
+    assert len(interrupted) > 10
