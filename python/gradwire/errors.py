@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn
 
 __all__ = [
     "BackendUnavailable",
@@ -20,8 +20,6 @@ __all__ = [
     "TransportError",
     "WouldBlock",
 ]
-
-_Error = TypeVar("_Error")
 
 
 class GradwireError(Exception):
@@ -115,10 +113,10 @@ def is_failure(kind: object = None, error: object = None, *_: object) -> bool:
     return kind is not None and not is_orderly
 
 
-def portable(error: _Error) -> _Error | GradwireError:
+def portable(error: Exception) -> Exception:
     """Return an error as another process can have it: a copy, or only its text where it cannot be pickled."""
     try:
-        copy: _Error = pickle.loads(pickle.dumps(error))  # noqa: S301
+        copy: Exception = pickle.loads(pickle.dumps(error))  # noqa: S301
     except Exception:
         return GradwireError(f"{type(error).__name__}: {error}")
     return copy

@@ -234,21 +234,18 @@ def test_an_interrupted_exchange_of_local_steps_counts_nothing_twice() -> None:
     np.testing.assert_array_equal(replicas[0].params + kept, put_in)
 
 
+def impatient(enc: gw.Encoder, node: FakeNode, raises: bool, **options: Any) -> gw.Exchange:
+    """Return an exchange of sums that waits for two seconds, and then raises or goes on waiting."""
+    options = {"min_peers": 1, "on_straggler": "raise" if raises else "wait", **options}
+    return gw.Exchange(enc, node, reduction="sum", timeout_s=2.0, **options)
+
+
 @pytest.mark.parametrize("every", [1, 4])
 @pytest.mark.parametrize("applies", [False, True], ids=["plain", "residual"])
 def test_an_update_that_found_no_space_may_be_given_again(every: int, applies: bool) -> None:
     def work(node: FakeNode, rank: int) -> Replica:
         enc, params = encoder(), np.zeros(NUMEL, np.float32)
-        share = gw.Exchange(
-            enc,
-            node,
-            reduction="sum",
-            min_peers=1,
-            every=every,
-            apply_residual=applies,
-            timeout_s=2.0,
-            on_straggler="wait",
-        )
+        share = impatient(enc, node, False, every=every, apply_residual=applies)
         share.join(params)
         refusals = 0
         for count, one in enumerate(updates_of(rank, 8)):
@@ -275,16 +272,7 @@ def test_a_call_that_only_waits_for_an_earlier_step_says_that_it_took_nothing(
 ) -> None:
     def work(node: FakeNode, rank: int) -> NDArray[np.float32]:
         params = np.zeros(NUMEL, np.float32)
-        share = gw.Exchange(
-            encoder(),
-            node,
-            reduction="sum",
-            min_peers=1,
-            every=every,
-            overlap=overlap,
-            timeout_s=2.0,
-            on_straggler="raise" if rank == 0 else "wait",
-        )
+        share = impatient(encoder(), node, rank == 0, every=every, overlap=overlap)
         share.join(params)
         repeated = 0
         for count, one in enumerate(updates_of(rank, 9)):
@@ -312,15 +300,7 @@ def test_a_call_that_only_waits_for_an_earlier_step_says_that_it_took_nothing(
 def test_a_leave_that_timed_out_may_be_called_again(topology: Any, others: int) -> None:
     def work(node: FakeNode, rank: int) -> Replica:
         enc, params = encoder(), np.zeros(NUMEL, np.float32)
-        share = gw.Exchange(
-            enc,
-            node,
-            reduction="sum",
-            min_peers=others,
-            topology=topology,
-            timeout_s=2.0,
-            on_straggler="raise" if rank == 0 else "wait",
-        )
+        share = impatient(enc, node, rank == 0, min_peers=others, topology=topology)
         share.join(params)
         results = [share.step(one, params) for one in updates_of(rank, 4)]
         if rank == 1:

@@ -875,7 +875,7 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
         team.publish_outcome(
             _Outcome(
                 result,
-                errors.portable(error),
+                error and errors.portable(error),
                 exchange.next_step,
                 exchange.step_number,
                 single.resume_number(exchange),
