@@ -292,6 +292,7 @@ uint16_t Encoder::keep_largest(const Input& input, PartLists& lists, Levels<Resi
         return static_cast<Residual>(bfloat16_to_float(static_cast<uint16_t>(bits)));
     };
     const uint64_t most = options.most_changed;
+    std::vector<Extracted> kept(partition.parts);  // allocated before anything changes
 
     // Guess the threshold from some words.
     const Extracted all = total(lists, partition);
@@ -332,7 +333,6 @@ uint16_t Encoder::keep_largest(const Input& input, PartLists& lists, Levels<Resi
             low = from + found;
     }
 
-    std::vector<Extracted> kept(partition.parts);
     uint64_t ties = most - above;
     const uint16_t threshold = threshold_from(low, options.rounding_point);
     const Levels<Residual> raised{value_of(low), value_of(threshold)};
@@ -391,15 +391,22 @@ Encoded Encoder::encode_as(const Input& input, const EncodeOptions& options, con
     encoded.skipped = all.nonfinite;
     encoded.reached = all.count;
     const bool fits = all.count <= options.most_changed;
-    if (fits || least_bytes(lists, partition) <= options.max_bytes) {
-        write_messages(lists, options, options.threshold, partition, encoded.messages);
-        uint64_t bytes = 0;
-        for (const MessageBytes& message : encoded.messages) bytes += message.size;
-        if (fits || bytes <= options.max_bytes) return encoded;
+    Residual taken = levels.quantum;
+    try {
+        if (fits || least_bytes(lists, partition) <= options.max_bytes) {
+            write_messages(lists, options, options.threshold, partition, encoded.messages);
+            uint64_t bytes = 0;
+            for (const MessageBytes& message : encoded.messages) bytes += message.size;
+            if (fits || bytes <= options.max_bytes) return encoded;
+        }
+        const uint16_t raised = keep_largest<Residual>(input, lists, levels, options, partition);
+        taken = static_cast<Residual>(bfloat16_to_float(raised));
+        write_messages(lists, options, raised, partition, encoded.messages);
+        return encoded;
+    } catch (...) {  // no memory for the messages, so nothing is sent
+        restore(input, lists, taken, partition);
+        throw;
     }
-    const uint16_t raised = keep_largest<Residual>(input, lists, levels, options, partition);
-    write_messages(lists, options, raised, partition, encoded.messages);
-    return encoded;
 }
 
 SampledQuantiles Encoder::sample(const Input& input, uint16_t threshold, double rounding_point, double density,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -112,6 +114,50 @@ def test_within_rounding_everything_is_conserved_for_any_values() -> None:
         put_in += update
         gw.apply(encoder.encode(update), sent)
     assert np.abs(put_in - sent - encoder.residual).max() < 50 * 64 * 2.0**-24
+
+
+LITTLE_MEMORY = """
+import resource
+import numpy as np, gradwire as gw
+numel = 2**22
+encoder = gw.Encoder(numel, 0.5, threads={threads})
+update = (np.random.default_rng(70).random(numel) < {density}).astype(np.float32)
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+failures = 0
+for free_bytes in range(0, 2**28, 2**19):
+    encoder.residual[:] = 0
+    resource.setrlimit(resource.RLIMIT_AS, (used + free_bytes, hard))
+    try:
+        message = encoder.encode(update)
+    except MemoryError:
+        resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+        if encoder.residual.any():  # there was memory for the mask words
+            failures += 1
+            assert np.array_equal(encoder.residual, update)
+        continue
+    resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+    assert np.array_equal(gw.decode(message) + encoder.residual, update)
+    if {is_enough}:
+        break
+print(failures, encoder.step)
+"""
+
+
+def run_with_little_memory(**values: object) -> tuple[int, int]:
+    """Return how many encodes found memory for pass 1 only, and how many had enough."""
+    script = LITTLE_MEMORY.format(**values)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    failures, step = done.stdout.split()
+    return int(failures), int(step)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the memory of a process")
+def test_messages_that_find_no_memory_stay_in_the_residual() -> None:
+    failures, step = run_with_little_memory(threads=1, density=0.5, is_enough=True)
+    assert failures > 0
+    assert step == 1
 
 
 # --- 2. one canonical message: tests/test_encoder.py compares every backend with the reference ----
