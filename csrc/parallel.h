@@ -10,7 +10,8 @@
 
 namespace gradwire {
 
-// Call f(0) ... f(count - 1) at the same time; rethrow the first exception once all have ended.
+// Call f(0) ... f(count - 1) at the same time, as far as there are threads; rethrow the first exception once all have
+// ended.
 template <class F>
 void run_parallel(unsigned count, F f) {
     if (count == 1) return f(0U);
@@ -24,7 +25,13 @@ void run_parallel(unsigned count, F f) {
     };
     std::vector<std::thread> others;
     others.reserve(count - 1);
-    for (unsigned i = 1; i < count; ++i) others.emplace_back(guarded, i);
+    for (unsigned i = 1; i < count; ++i) {
+        try {
+            others.emplace_back(guarded, i);
+        } catch (...) {  // a container may allow few threads; an exception would end the process while others run
+            guarded(i);
+        }
+    }
     guarded(0);
     for (std::thread& other : others) other.join();
     for (const std::exception_ptr& failure : failures)

@@ -160,6 +160,13 @@ def test_messages_that_find_no_memory_stay_in_the_residual() -> None:
     assert step == 1
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the memory of a process")
+def test_a_thread_that_cannot_start_costs_time_only() -> None:
+    # From no memory for the stack of a thread on to memory for some: an exception would end the process.
+    _, step = run_with_little_memory(threads=8, density=1e-3, is_enough="free_bytes > 2**25")
+    assert step > 1
+
+
 # --- 2. one canonical message: tests/test_encoder.py compares every backend with the reference ----
 
 
