@@ -374,6 +374,32 @@ def test_targets_that_overlap_are_refused() -> None:
     assert memory[:8].all()
 
 
+def test_an_array_without_elements_hides_no_overlap() -> None:
+    flat = np.zeros(20, np.float32)
+    target = [flat[:10], flat[2:2], flat[3:13]]
+    message = gw.Encoder(20, 0.5).encode(np.ones(20, np.float32))
+    with pytest.raises(ValueError, match=r"target\[0\] and target\[2\] overlap"):
+        gw.apply(message, target)
+
+
+@pytest.mark.parametrize("shared", [None, *range(8)])
+def test_each_array_of_a_second_target_may_lie_anywhere_but_in_the_first(
+    shared: int | None,
+) -> None:
+    pieces = np.split(np.zeros(160, np.float32), 16)
+    target, second = pieces[::2], pieces[1::2]
+    np.random.default_rng(56).shuffle(target)
+    message = gw.Encoder(80, 0.5).encode(np.ones(80, np.float32))
+    if shared is None:
+        apply_to_both([message], target, second, held=None, scale=1.0)
+        assert all((piece == 0.5).all() for piece in pieces)
+        return
+    second[shared] = target[3]
+    with pytest.raises(ValueError, match=rf"second\[{shared}\] overlaps the target"):
+        apply_to_both([message], target, second, held=None, scale=1.0)
+    assert not any(piece.any() for piece in pieces)
+
+
 def test_a_target_that_overlaps_the_message_is_refused() -> None:
     data = bytes(gw.dense_message(np.ones(4, np.float32)))
     memory = np.zeros(len(data) // 4 + 4, np.float32)

@@ -31,8 +31,7 @@ void require_alike(const HostArrays& arrays, const std::string& name, const std:
     };
     if (!std::equal(own.begin(), own.end(), others.begin(), others.end(), alike))
         throw py::value_error(name_of_others + " and " + name + " must be arrays of the same sizes and dtypes");
-    for (const Array& one : others)
-        arrays.require_apart(one.data, one.numel * bytes_per_element(one.dtype), ("the " + name_of_others).c_str());
+    arrays.require_apart(others, "the " + name_of_others);
 }
 
 class PyEncoder {

@@ -121,6 +121,25 @@ bool overlap(const void* a, uint64_t a_bytes, const void* b, uint64_t b_bytes) {
     return a_bytes > 0 && b_bytes > 0 && from_a < from_b + b_bytes && from_b < from_a + a_bytes;
 }
 
+struct Span {
+    uintptr_t begin;
+    uintptr_t end;
+    size_t index;
+};
+
+// Return the memory of the arrays that have elements, in the order of addresses.
+template <class AnyArray>
+std::vector<Span> spans_of(const std::vector<AnyArray>& arrays) {
+    std::vector<Span> spans;
+    for (size_t i = 0; i < arrays.size(); ++i) {
+        const auto begin = reinterpret_cast<uintptr_t>(arrays[i].data);
+        if (arrays[i].numel > 0)
+            spans.push_back({begin, begin + arrays[i].numel * bytes_per_element(arrays[i].dtype), i});
+    }
+    std::sort(spans.begin(), spans.end(), [](const Span& a, const Span& b) { return a.begin < b.begin; });
+    return spans;
+}
+
 }  // namespace
 
 void refuse_dtype(const std::string& name, const std::string& dtype) {
@@ -241,22 +260,31 @@ void HostArrays::require_targets() const {
                                  ", which would round most updates away; apply to float32 or float64 (a master copy)");
         if (!array.writable) throw py::value_error(name(i) + " is read-only, so nothing can be added to it");
     }
-    // Only neighbours in the order of addresses can overlap.
-    std::vector<size_t> order(arrays_.size());
-    for (size_t i = 0; i < order.size(); ++i) order[i] = i;
-    std::sort(order.begin(), order.end(), [&](size_t a, size_t b) { return arrays_[a].data < arrays_[b].data; });
-    for (size_t i = 1; i < order.size(); ++i) {
-        const HostArray& low = arrays_[order[i - 1]];
-        const HostArray& high = arrays_[order[i]];
-        if (overlap(low.data, low.bytes(), high.data, high.bytes()))
-            throw py::value_error(name(order[i - 1]) + " and " + name(order[i]) + " overlap in memory");
-    }
+    // If any overlap, then neighbours in the order of addresses do.
+    const std::vector<Span> spans = spans_of(arrays_);
+    for (size_t i = 1; i < spans.size(); ++i)
+        if (spans[i].begin < spans[i - 1].end)
+            throw py::value_error(name(spans[i - 1].index) + " and " + name(spans[i].index) + " overlap in memory");
 }
 
 void HostArrays::require_apart(const void* data, uint64_t bytes, const char* what) const {
     for (size_t i = 0; i < arrays_.size(); ++i)
         if (overlap(arrays_[i].data, arrays_[i].bytes(), data, bytes))
             throw py::value_error(name(i) + " overlaps " + what + " in memory");
+}
+
+void HostArrays::require_apart(const std::vector<Array>& others, const std::string& what) const {
+    const std::vector<Span> own = spans_of(arrays_);
+    const std::vector<Span> theirs = spans_of(others);
+    for (size_t i = 0, j = 0; i < own.size() && j < theirs.size();) {
+        if (own[i].begin < theirs[j].end && theirs[j].begin < own[i].end)
+            throw py::value_error(name(own[i].index) + " overlaps " + what + " in memory");
+        // What ends first overlaps none of those that begin later.
+        if (own[i].end < theirs[j].end)
+            ++i;
+        else
+            ++j;
+    }
 }
 
 std::vector<ConstArray> HostArrays::updates() const {
@@ -280,13 +308,13 @@ std::vector<HalfArray> half_arrays(const HostArrays& copies, const HostArrays& p
     const auto are_of_one_size = [](const Array& copy, const ConstArray& param) { return copy.numel == param.numel; };
     if (!std::equal(floats.begin(), floats.end(), halves.begin(), halves.end(), are_of_one_size))
         throw py::value_error("copies and params must be arrays of the same sizes");
+    params.require_apart(floats, "the copies");
     std::vector<HalfArray> pairs;
     for (size_t i = 0; i < floats.size(); ++i) {
         const Array& copy = floats[i];
         const bool is_half = halves[i].dtype == Dtype::kFloat16 || halves[i].dtype == Dtype::kBfloat16;
         if (copy.dtype != Dtype::kFloat32 || !is_half)
             throw py::type_error("copies must be float32, and params float16 or bfloat16");
-        params.require_apart(copy.data, copy.numel * bytes_per_element(copy.dtype), "the copies");
         pairs.push_back(
             {const_cast<void*>(halves[i].data), static_cast<float*>(copy.data), copy.numel, halves[i].dtype});
     }

@@ -43,6 +43,8 @@ class HostArrays {
     // Check that the arrays are an update for a residual.
     void require_update(const void* residual, uint64_t numel, Dtype dtype) const;
     void require_apart(const void* data, uint64_t bytes, const char* what) const;
+    // The same for many others: a model may have ten thousands of arrays.
+    void require_apart(const std::vector<Array>& others, const std::string& what) const;
 
     std::vector<ConstArray> updates() const;
     std::vector<Array> targets() const;
