@@ -100,7 +100,10 @@ class PyEncoder {
     // Return a view of the residual; allocate a residual of zeros if there is none.
     py::array keep_residual() {
         const Exclusive exclusive(busy_);
-        encoder_.keep_residual();
+        {
+            const py::gil_scoped_release release;  // a transport's thread must not wait for gigabytes of zeros
+            encoder_.keep_residual();
+        }
         using Owner = std::shared_ptr<uint8_t[]>;
         const py::capsule owner(new Owner(encoder_.own_residual()),
                                 [](void* memory) { delete static_cast<Owner*>(memory); });
