@@ -6,6 +6,7 @@ import itertools
 import math
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -114,6 +115,34 @@ def test_within_rounding_everything_is_conserved_for_any_values() -> None:
         put_in += update
         gw.apply(encoder.encode(update), sent)
     assert np.abs(put_in - sent - encoder.residual).max() < 50 * 64 * 2.0**-24
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("parts", [None, 3])
+def test_a_call_that_a_signal_interrupts_keeps_its_messages_in_the_residual(
+    monkeypatch: pytest.MonkeyPatch, dense: bool, parts: int | None
+) -> None:
+    class InterruptedCore:
+        """Python raises KeyboardInterrupt where the core returns if the signal came while it ran."""
+
+        sample = None
+
+        def encode(self, *arguments: Any) -> None:
+            core.encode(*arguments)
+            raise KeyboardInterrupt
+
+        def encode_dense(self, *arguments: Any) -> None:
+            core.encode_dense(*arguments)
+            raise KeyboardInterrupt
+
+    encoder = gw.Encoder(1_000, 2.0**-6)
+    core = encoder._core
+    update = multiples(np.random.default_rng(69), 1_000, spread=300.0)
+    monkeypatch.setattr(encoder, "_core", InterruptedCore())
+    with pytest.raises(KeyboardInterrupt):
+        encoder.encode(update, dense=dense, parts=parts)
+    np.testing.assert_array_equal(encoder.residual, update)
+    assert encoder.step == 0
 
 
 LITTLE_MEMORY = """

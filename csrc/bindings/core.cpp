@@ -41,9 +41,10 @@ class PyEncoder {
         kernels();  // throws if GRADWIRE_ISA names an unusable instruction set
     }
 
+    // Messages are appended to a list of the caller's: what is returned is lost if a signal interrupts the call.
     py::tuple encode(const py::object& update, const py::object& before, double threshold, double rounding_point,
                      uint8_t flags, uint32_t key, uint32_t step, bool skip_nonfinite, const py::object& partition,
-                     uint64_t max_bytes, uint64_t most_changed) {
+                     uint64_t max_bytes, uint64_t most_changed, py::list messages) {
         EncodeOptions options;
         options.threshold = float_to_bfloat16(static_cast<float>(threshold));
         options.rounding_point = rounding_point;
@@ -58,7 +59,8 @@ class PyEncoder {
         const Partition parts = partition_or_whole(partition);
         Encoded encoded =
             with_input(update, before, [&](const Input& input) { return encoder_.encode(input, options, parts); });
-        return py::make_tuple(messages_of(encoded, partition), encoded.skipped, encoded.reached);
+        append_messages(encoded, partition, messages);
+        return py::make_tuple(encoded.skipped, encoded.reached);
     }
 
     py::tuple sample(const py::object& update, const py::object& before, double threshold, double rounding_point,
@@ -74,8 +76,8 @@ class PyEncoder {
                               sampled.moving, sampled.floor / rounding_point);
     }
 
-    py::tuple encode_dense(const py::object& update, const py::object& before, const std::string& dtype, uint32_t key,
-                           uint32_t step, bool skip_nonfinite, const py::object& partition) {
+    uint64_t encode_dense(const py::object& update, const py::object& before, const std::string& dtype, uint32_t key,
+                          uint32_t step, bool skip_nonfinite, const py::object& partition, py::list messages) {
         EncodeOptions options;
         options.key = key;
         options.step = step;
@@ -84,7 +86,8 @@ class PyEncoder {
         const Partition parts = partition_or_whole(partition);
         Encoded encoded = with_input(
             update, before, [&](const Input& input) { return encoder_.encode_dense(input, type, options, parts); });
-        return py::make_tuple(messages_of(encoded, partition), encoded.skipped);
+        append_messages(encoded, partition, messages);
+        return encoded.skipped;
     }
 
     py::tuple clip(double limit) {
@@ -121,12 +124,10 @@ class PyEncoder {
     Partition partition_or_whole(const py::object& partition) const {
         return partition.is_none() ? undivided(encoder_.numel()) : partition_of(partition);
     }
-    static py::list messages_of(Encoded& encoded, const py::object& partition) {
+    static void append_messages(Encoded& encoded, const py::object& partition, py::list& messages) {
         const size_t parts = encoded.messages.size();
-        py::list messages;
         for (size_t i = 0; i < parts; ++i)
             messages.append(Message(std::move(encoded.messages[partition.is_none() ? i : position_of(partition, i)])));
-        return messages;
     }
 
     template <class F>
@@ -322,11 +323,13 @@ void register_encoder(py::module_& module) {
         .def(py::init<uint64_t, bool, unsigned>(), py::arg("numel"), py::arg("float64"), py::arg("threads"))
         .def("encode", &PyEncoder::encode, py::arg("update").none(true), py::arg("before").none(true),
              py::arg("threshold"), py::arg("rounding_point"), py::arg("flags"), py::arg("key"), py::arg("step"),
-             py::arg("skip_nonfinite"), py::arg("partition"), py::arg("max_bytes"), py::arg("most_changed"))
+             py::arg("skip_nonfinite"), py::arg("partition"), py::arg("max_bytes"), py::arg("most_changed"),
+             py::arg("messages"))
         .def("sample", &PyEncoder::sample, py::arg("update").none(true), py::arg("before").none(true),
              py::arg("threshold"), py::arg("rounding_point"), py::arg("density"), py::arg("turn"))
         .def("encode_dense", &PyEncoder::encode_dense, py::arg("update").none(true), py::arg("before").none(true),
-             py::arg("dtype"), py::arg("key"), py::arg("step"), py::arg("skip_nonfinite"), py::arg("partition"))
+             py::arg("dtype"), py::arg("key"), py::arg("step"), py::arg("skip_nonfinite"), py::arg("partition"),
+             py::arg("messages"))
         .def("clip", &PyEncoder::clip, py::arg("limit"))
         .def("keep_residual", &PyEncoder::keep_residual)
         .def("drop_residual", &PyEncoder::drop_residual);

@@ -450,25 +450,46 @@ class Encoder:
                 another number of elements, or ``max_bytes`` with ``dense`` or for less than one element.
             RuntimeError: another thread uses this encoder.
         """
-        step = self._step
-        number = step & _STEP_MASK
         partition = None if parts is None else self._partition(parts)
         budget, most = self._rule.budget(max_bytes, dense, self.numel, partition)
-        skip = self.on_nonfinite == "skip"
-        messages: list[Message]
-        if dense:
-            messages, skipped = self._call(
-                self._core.encode_dense,
-                update,
-                before,
-                dense_dtype(dense),
-                self.key,
-                number,
-                skip,
-                partition,
-            )
+        messages: list[Message] = []
+        try:
+            if dense:
+                skipped = self._call(
+                    self._core.encode_dense,
+                    update,
+                    before,
+                    dense_dtype(dense),
+                    self.key,
+                    self._step & _STEP_MASK,
+                    self.on_nonfinite == "skip",
+                    partition,
+                    messages,
+                )
+            else:
+                skipped = self._encode_ternary(update, before, partition, budget, most, messages)
             self._finish(messages, skipped)
-            return messages[0] if partition is None else messages
+        except BaseException:
+            # What is not returned must not be lost, after an error of the policy or a signal, which Python raises as
+            # soon as the core returns: put the messages back into the residual.
+            owners = [None] if partition is None else list(partition)
+            for part, message in zip(owners, messages, strict=False):
+                if self._residual is not None:
+                    apply(message, self._residual, part=part)
+            raise
+        return messages[0] if partition is None else messages
+
+    def _encode_ternary(
+        self,
+        update: Any,
+        before: Any,
+        partition: Partition | None,
+        budget: int,
+        most: int,
+        messages: list[Message],
+    ) -> int:
+        """Append the messages of a step to a list, choose the next threshold, and return how many were skipped."""
+        step = self._step
         shakeup = self.shakeup if self.shakeup is not None and self.shakeup.is_due(step) else None
         memory, rule = self._memory, self._rule
         is_shakeup = shakeup is not None
@@ -479,7 +500,7 @@ class Encoder:
         sample = partial(self._call, self._core.sample, update, before)
         quantiles = memory.sample(rule, sample, step, is_shakeup=is_shakeup)
         rounded = memory.rounded
-        messages, skipped, reached = self._call(
+        skipped, reached = self._call(
             self._core.encode,
             update,
             before,
@@ -487,31 +508,23 @@ class Encoder:
             rule.rounding_point,
             _FLAG_SHAKEUP if shakeup else 0,
             self.key,
-            number,
-            skip,
+            step & _STEP_MASK,
+            self.on_nonfinite == "skip",
             partition,
             budget,
             most,
+            messages,
         )
         # A shake-up sends more elements than the policy's threshold would: its density says nothing about the policy.
         if shakeup is None and self.numel > 0:
-            try:
-                if quantiles and reached > sum(message.count for message in messages):
-                    quantiles = quantiles.held_back(step - memory.changed_at)
-                memory.follow(rule, reached / self.numel, step, quantiles)
-            except BaseException:
-                # An error of the policy must not lose the update: put the messages back into the residual.
-                owners = [None] if partition is None else list(partition)
-                for part, message in zip(owners, messages, strict=True):
-                    if self._residual is not None:
-                        apply(message, self._residual, part=part)
-                raise
+            if quantiles and reached > sum(message.count for message in messages):
+                quantiles = quantiles.held_back(step - memory.changed_at)
+            memory.follow(rule, reached / self.numel, step, quantiles)
         if self.clip is not None and self.clip.is_due(step):
             count, removed = self._core.clip(self.clip.limit * rounded)
             self._totals["clipped_count"] += count
             self._totals["clipped_sum"] += removed
-        self._finish(messages, skipped)
-        return messages[0] if partition is None else messages
+        return int(skipped)
 
     def set_policy(
         self, policy: ThresholdPolicy | TargetBytes, threshold: float | None = None
@@ -631,12 +644,12 @@ class Encoder:
             ) from None
 
     def _finish(self, messages: list[Message], skipped: int) -> None:
-        self._step += 1
         totals = self._totals
         totals["messages"] += len(messages)
         totals["message_bytes"] += sum(message.nbytes for message in messages)
         totals["sent_count"] += sum(message.count for message in messages)
         totals["nonfinite_count"] += skipped
+        self._step += 1  # last: a step that is interrupted does not count
 
 
 def _restored(numel: int, options: dict[str, Any], state: dict[str, Any]) -> Encoder:
