@@ -196,6 +196,26 @@ def test_a_thread_that_cannot_start_costs_time_only() -> None:
     assert step > 1
 
 
+ENDS = """
+import threading, time
+import numpy as np
+import gradwire as gw
+
+def work():
+    encoder, update = gw.Encoder(4_000_000, 1e-3), np.full(4_000_000, 1e-4, np.float32)
+    while True:
+        encoder.encode(update)
+
+threading.Thread(target=work, daemon=True).start()
+time.sleep(0.3)
+"""
+
+
+def test_a_process_that_ends_while_another_thread_encodes_ends_in_good_order() -> None:
+    done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 # --- 2. one canonical message: tests/test_encoder.py compares every backend with the reference ----
 
 

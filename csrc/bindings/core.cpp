@@ -17,6 +17,7 @@
 #include "parts.h"
 #include "py_arrays.h"
 #include "py_message.h"
+#include "released_gil.h"
 
 namespace gradwire::bindings {
 namespace {
@@ -94,7 +95,7 @@ class PyEncoder {
         const Exclusive exclusive(busy_);
         Clipped clipped;
         {
-            const py::gil_scoped_release release;
+            const ReleasedGil release;
             clipped = encoder_.clip(limit);
         }
         return py::make_tuple(clipped.count, clipped.sum);
@@ -104,7 +105,7 @@ class PyEncoder {
     py::array keep_residual() {
         const Exclusive exclusive(busy_);
         {
-            const py::gil_scoped_release release;  // a transport's thread must not wait for gigabytes of zeros
+            const ReleasedGil release;  // a transport's thread must not wait for gigabytes of zeros
             encoder_.keep_residual();
         }
         using Owner = std::shared_ptr<uint8_t[]>;
@@ -136,7 +137,7 @@ class PyEncoder {
             throw py::value_error("an encoder without a residual encodes differences only");
         if (update.is_none() && before.is_none()) {
             const Exclusive exclusive(busy_);
-            const py::gil_scoped_release release;
+            const ReleasedGil release;
             return f(Input{});
         }
         const HostArrays arrays(update, "update");
@@ -161,7 +162,7 @@ class PyEncoder {
         const std::vector<ConstArray> values = update.updates();
         const std::vector<ConstArray> earlier = before ? before->updates() : std::vector<ConstArray>{};
         const Exclusive exclusive(busy_);
-        const py::gil_scoped_release release;
+        const ReleasedGil release;
         return f(Input{&values, before ? &earlier : nullptr});
     }
 
@@ -184,7 +185,7 @@ Message encode_into(const py::object& residual, const py::object& update, double
     options.key = key;
     options.step = step;
     options.skip_nonfinite = true;
-    const py::gil_scoped_release release;
+    const ReleasedGil release;
     Encoder encoder(target[0].data, target[0].numel, target[0].dtype, 1);
     return Message(std::move(encoder.encode(&updates, options).messages[0]));
 }
@@ -224,7 +225,7 @@ void apply_all(const std::vector<const Message*>& messages, const py::object& ta
     const std::vector<Array> targets = arrays.targets();
     if (!own) own = {undivided(arrays.numel()), 0};
     const unsigned count = checked_threads(threads);
-    const py::gil_scoped_release release;
+    const ReleasedGil release;
     apply_messages(views, targets, *own, scale, nullptr, count);
 }
 
@@ -238,7 +239,7 @@ void apply_to_both(const std::vector<const Message*>& messages, const py::object
     require_alike(others, "second", targets, "target");
     const SecondTarget second_target{others.targets(), own};
     const unsigned count = checked_threads(threads);
-    const py::gil_scoped_release release;
+    const ReleasedGil release;
     apply_messages(views, targets, scale, &second_target, count);
 }
 
@@ -262,7 +263,7 @@ void apply_with_momentum_to(const std::vector<const Message*>& messages, const p
         require_alike(others, "second", outer.velocity, "velocity");
     }
     const unsigned count = checked_threads(threads);
-    const py::gil_scoped_release release;
+    const ReleasedGil release;
     apply_with_momentum(views, targets, scale, outer, has_second ? &second_target : nullptr, count);
 }
 
@@ -273,7 +274,7 @@ py::array decode(const Message& message) {
     py::array values = zeros(header.numel, float64 ? "float64" : "float32");
     if (header.kind == Kind::kDense) {
         void* out = values.mutable_data();
-        const py::gil_scoped_release release;
+        const ReleasedGil release;
         decode_dense(message.view(), out);
     } else {
         apply_all({&message}, values, 1.0, 1, py::none());
@@ -287,7 +288,7 @@ Message dense(const py::object& values, const std::string& dtype, uint32_t key, 
     if (parts.size() != 1 || (parts[0].dtype != Dtype::kFloat32 && parts[0].dtype != Dtype::kFloat64))
         throw py::type_error("values must be one float32 or float64 array");
     const DenseType type = dense_type(dtype, parts[0].dtype);
-    const py::gil_scoped_release release;
+    const ReleasedGil release;
     return Message(encode_dense(parts, type, key, step));
 }
 
@@ -296,7 +297,7 @@ void add_moved_params(const py::object& copies, const py::object& params, int64_
     const HostArrays halves(params, "params");
     const std::vector<HalfArray> pairs = half_arrays(floats, halves);
     const unsigned count = checked_threads(threads);
-    const py::gil_scoped_release release;
+    const ReleasedGil release;
     add_moved(pairs, count);
 }
 
@@ -308,7 +309,7 @@ void round_copies_to_params(const py::object& copies, const py::object& params, 
     for (const HalfArray& pair : pairs)
         if (pair.dtype != Dtype::kBfloat16) throw py::type_error("params must be bfloat16");
     const unsigned count = checked_threads(threads);
-    const py::gil_scoped_release release;
+    const ReleasedGil release;
     round_copies(pairs, count);
 }
 

@@ -19,6 +19,7 @@
 #include "exclusive.h"
 #include "message_fields.h"
 #include "parts.h"
+#include "released_gil.h"
 
 namespace gradwire::bindings {
 namespace {
@@ -67,7 +68,7 @@ class PyMessage {
     // Wait for the device, and throw if the update or the message was refused.
     void check() const {
         {
-            const py::gil_scoped_release release;
+            const ReleasedGil release;
             buffer_->wait();
         }
         const cuda::MessageStatus& status = *buffer_->status;
@@ -80,7 +81,7 @@ class PyMessage {
     MessageView view() {
         check();
         if (buffer_->on_host) return read_message(buffer_->on_host, buffer_->capacity);
-        const py::gil_scoped_release release;
+        const ReleasedGil release;
         if (copy_.empty()) copy_from_device();
         return read_message(copy_.data(), copy_.size());
     }
@@ -197,7 +198,7 @@ class PyEncoder {
             messages.append(PyMessage(buffer, out));
         }
         {
-            const py::gil_scoped_release release;
+            const ReleasedGil release;
             cuda::Budget budget;
             if (max_bytes > 0) budget = {max_bytes, most_changed};
             encoder_.encode(arrays ? &updates : nullptr, key, skip_nonfinite, type, parts, budget, to, stream);
@@ -210,7 +211,7 @@ class PyEncoder {
         const Exclusive exclusive(busy_);
         cuda::EncoderState state{};
         {
-            const py::gil_scoped_release release;
+            const ReleasedGil release;
             state = encoder_.state();
         }
         py::dict words;
@@ -231,7 +232,7 @@ class PyEncoder {
     void set_state(double threshold, uint64_t step, uint64_t changed_at, double trend, double deviation,
                    uint32_t supply) {
         const Exclusive exclusive(busy_);
-        const py::gil_scoped_release release;
+        const ReleasedGil release;
         encoder_.set_state({threshold, trend, deviation, cuda::Supply{supply}}, step, changed_at);
     }
 
@@ -246,7 +247,7 @@ class PyEncoder {
         const std::vector<py::ssize_t> shape{static_cast<py::ssize_t>(encoder_.numel())};
         py::array host(float64_ ? py::dtype::of<double>() : py::dtype::of<float>(), shape);
         void* to = host.mutable_data();
-        const py::gil_scoped_release release;
+        const ReleasedGil release;
         copy(to, encoder_.residual(), cudaMemcpyDeviceToHost);
         return host;
     }
@@ -256,7 +257,7 @@ class PyEncoder {
             !(host.flags() & py::array::c_style))
             throw py::value_error("the residual to load has another size or layout");
         const void* from = host.data();
-        const py::gil_scoped_release release;
+        const ReleasedGil release;
         copy(encoder_.residual(), from, cudaMemcpyHostToDevice);
     }
     static OwnArray residual(const py::object& self) {
@@ -421,7 +422,7 @@ void apply_many(const py::list& messages, const py::object& target, double scale
     }
     for (MessageBuffer* buffer : used) buffer->begin_use(stream);
     {
-        const py::gil_scoped_release release;
+        const ReleasedGil release;
         cuda::apply_on_device(device, refs, targets, own, scale, stream);
         // The copy of pinned host bytes, which belong to the caller, is asynchronous.
         if (from_host) CUDA_TRY(cudaStreamSynchronize(stream));
@@ -434,7 +435,7 @@ void add_moved(const py::object& copies, const py::object& params, int device, u
     const DeviceArrays floats(copies, "copies", device, stream);
     const DeviceArrays halves(params, "params", device, stream);
     const std::vector<HalfArray> pairs = half_arrays(floats, halves);
-    const py::gil_scoped_release release;
+    const ReleasedGil release;
     cuda::add_moved_on_device(device, pairs, stream);
 }
 

@@ -11,6 +11,7 @@
 #include "../entry_list.h"
 #include "../ternary_encoder.h"
 #include "message_fields.h"
+#include "released_gil.h"
 
 namespace gradwire::bindings {
 namespace {
@@ -31,7 +32,7 @@ Message parse_at(const std::shared_ptr<Py_buffer>& buffer, uint64_t at) {
     const auto* bytes = static_cast<const uint8_t*>(buffer->buf);
     const MessageView view = read_message(bytes + at, static_cast<uint64_t>(buffer->len) - at);
     {
-        const py::gil_scoped_release release;
+        const ReleasedGil release;
         validate(view);
     }
     return Message(view, buffer);
