@@ -868,6 +868,21 @@ def test_a_late_node_s_schedule_goes_on_at_the_training_s_step(
     assert f"comes in late, at step {number} of the training" in caplog.text
 
 
+@pytest.mark.parametrize("place", ["machines", "team"])
+def test_a_schedule_follows_a_first_step_that_leaves_out_this_node_s_part(
+    everywhere: Any, place: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    def work(rank: int, share: Any) -> float:
+        inner = torch.optim.SGD((net := varied(rank)).parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
+        train(net, share(net, inner), rank, range(1))
+        schedule.step()
+        return schedule.get_last_lr()[0]
+
+    assert everywhere(place, work) == [0.05] * 2
+    assert not [each for each in recwarn if "lr_scheduler.step()" in str(each.message)]
+
+
 @pytest.mark.parametrize("options", [{}, {"every": 3}, {"every": 3, "overlap": 1}], ids=str)
 @pytest.mark.parametrize("place", ["alone", "machines", "team"])
 def test_the_step_number_is_the_checkpoint_s(everywhere: Any, place: str, options: Any) -> None:

@@ -300,9 +300,9 @@ class SharedOptimizer(torch.optim.Optimizer):
         if not joined.is_replaced:
             for tensor, values in written:
                 tensor.copy_(values)
-        if self.step_number:
-            # Steps were taken, elsewhere or before: torch need not warn of a schedule that is brought to this step.
-            self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        # Steps were taken, elsewhere or before, or this node's part of the first step is left out. So torch need not
+        # warn of a schedule that goes on.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
         return joined
 
     @property
