@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from gradwire.errors import Closed, TransportError
-from gradwire.transport import Limits, Node, Peer, PeerJoined, PeerLost, Received
+from gradwire.transport import Limits, Node, Peer, PeerJoined, PeerLost, Received, records
 
 from .ruled_socket import RuledSocket
 
@@ -206,6 +206,31 @@ def test_an_interrupted_call_leaves_the_node_usable(
     one.publish(b"x")
     assert one.drain(timeout_s=5.0)
     assert len(collect(two, 1)) == 1
+
+
+def test_an_interrupted_publish_sends_nothing_and_breaks_nothing(
+    monkeypatch: pytest.MonkeyPatch, pair: tuple[Node, Node]
+) -> None:
+    one, two = pair
+    seal = records.Sealer._seal
+    sealed = []
+
+    def interrupted(sealer: Any, *arguments: Any) -> Any:
+        sealed.append(arguments)
+        if len(sealed) == 5:
+            raise KeyboardInterrupt
+        return seal(sealer, *arguments)
+
+    monkeypatch.setattr(records.Sealer, "_seal", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        one.publish(bytes(1_000_000), tag=1)
+    assert one.drain(timeout_s=5.0)
+    one.publish(bytes(500_000), tag=2)
+    assert [(tag, len(payload)) for _, tag, payload in collect(two, 1)] == [(2, 500_000)]
+    assert one.drain(timeout_s=5.0)
+    stats = one.stats()
+    assert (stats.messages_sent, stats.send_log_bytes) == (1, 0)
+    assert not any(isinstance(event, PeerLost) for event in (*one.events(), *two.events()))
 
 
 def test_events_name_the_peers_that_joined_and_left() -> None:

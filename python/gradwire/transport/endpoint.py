@@ -106,13 +106,13 @@ class Endpoint:
                 f"the send log holds {self.log.used_bytes} of {self.log.limit_bytes} bytes, too many to add "
                 f"{len(payload)}: wait for acknowledgements, or let the residual accumulate"
             )
-        first = self.log.head
-        last = first + self.sealer.records_of(len(payload)) - 1
-        for session in recipients:
-            session.sender.note_published(last, ticket, now_s)
         indices = frozenset(session.index for session in recipients)
         number = self.counters.messages_sent
-        for record in self.sealer.seal_message(first, indices, number, tag, payload):
+        # Whoever is interrupted has published nothing: the same record numbers are sealed again, and leave once.
+        records = list(self.sealer.seal_message(self.log.head, indices, number, tag, payload))
+        for session in recipients:
+            session.sender.note_published(records[-1].number, ticket, now_s)
+        for record in records:
             self.log.append(record)
         # The other peers skip the records a little later: after a message to each of n peers with a single SKIP.
         for session in self._up_sessions():
