@@ -208,6 +208,20 @@ def test_an_interrupted_call_leaves_the_node_usable(
     assert len(collect(two, 1)) == 1
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere only 127.0.0.1 is there")
+def test_a_node_with_several_addresses_may_answer_from_another_one() -> None:
+    with Node(secret=SECRET) as one:
+        port = one.address.rpartition(":")[2]
+        # Where Debian's /etc/hosts has the machine's name; answers come from 127.0.0.1.
+        with Node(peers=[f"127.0.1.1:{port}"], secret=SECRET) as two:
+            for node in (one, two):
+                node.wait_for_peers(1, timeout_s=10.0)
+            for node, other in ((one, two), (two, one)):
+                node.publish(bytes(500_000))
+                assert len(collect(other, 1)[0].payload) == 500_000
+            assert two.peers == (one.peer,)
+
+
 def test_an_interrupted_publish_sends_nothing_and_breaks_nothing(
     monkeypatch: pytest.MonkeyPatch, pair: tuple[Node, Node]
 ) -> None:

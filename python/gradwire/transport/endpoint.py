@@ -265,10 +265,10 @@ class Endpoint:
         header = bytes(datagram[:HEADER_BYTES])
         kind, _, _, _, index, counter = HEADER.unpack(header)
         session = self.sessions.by_index.get(index)
-        if session is None or (kind == wire.RESPONSE and session.address != address):
+        if session is None:
             self.counters.stray_datagrams += 1
         elif kind == wire.RESPONSE:
-            session.on_response(bytes(datagram), now_s)
+            session.on_response(bytes(datagram), now_s)  # perhaps from another of its addresses
         else:
             session.on_control(counter, header, datagram[HEADER_BYTES:], address, now_s)
             self._release_log()
