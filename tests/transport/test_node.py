@@ -6,6 +6,7 @@ import errno
 import multiprocessing
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -623,6 +624,23 @@ def test_a_forked_child_must_make_its_own_node() -> None:
     assert bytes(collect(two, 1)[0].payload) == b"from the parent"
     one.close()
     two.close()
+
+
+def test_a_child_that_was_forked_while_a_thread_used_the_node_does_not_hang() -> None:
+    if not hasattr(os, "fork"):
+        pytest.skip("this system has no fork")
+    with Node("127.0.0.1:0", secret=SECRET) as node:
+        with node._lock:  # as the I/O thread does, which the child has not
+            child = os.fork()
+            if child == 0:
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                signal.alarm(5)
+                shown = repr(node)
+                try:
+                    node.drop_late(())
+                except TransportError:
+                    os._exit(0 if node.address in shown else 1)
+        assert os.waitpid(child, 0)[1] == 0
 
 
 def test_a_forked_child_does_not_keep_the_port() -> None:

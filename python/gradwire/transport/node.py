@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -160,7 +160,7 @@ class Node(NotCopied, instead="make a node in every process that has one"):
         return node
 
     def __repr__(self) -> str:
-        with self._lock:
+        with self._lock if os.getpid() == self._process else nullcontext():  # a child's is stuck
             state = "closed" if self._is_closed else f"{len(self._endpoint.peers)} peers"
         return f"<gradwire.Node {self.names.get(self.id, f'{self.id:016x}')} at {self.address}, {state}>"
 
@@ -296,6 +296,7 @@ class Node(NotCopied, instead="make a node in every process that has one"):
 
     def drop_late(self, peers: Collection[Peer]) -> None:
         """End the connections with those of these peers that have acknowledged nothing of theirs for ``lag_s``."""
+        self._check_open()
         with self._lock:
             self._endpoint.drop_late(peers, now_s())
             self._pump(sends=True)
