@@ -153,7 +153,7 @@ class Groups:
             for index, shape in enumerate(shapes)
             if (dense_one_dimensional and len(shape) < 2) or sizes[index] < dense_below
         ]
-        coded = [index for index in range(len(shapes)) if index not in set(dense)]
+        coded = sorted(set(range(len(shapes))).difference(dense))
         largest = max((sizes[index] for index in coded), default=0)
         policies = thresholds or {}
         if not isinstance(policies, Mapping):
