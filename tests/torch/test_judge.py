@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ import pytest
 torch: Any = pytest.importorskip("torch", reason="torch is not installed")
 
 from gradwire.policy import default_policy  # noqa: E402
-from gradwire.torch.judge import judge  # noqa: E402
+from gradwire.torch.judge import group_numbers, judge  # noqa: E402
 
 from .places import (  # noqa: E402
     Share,
@@ -337,3 +339,16 @@ def test_adaptive_steps_and_decay_are_shorter_by_what_an_outer_momentum_adds(
         flat(net) - begin, scale * (flat(plain) - begin), rtol=1e-3, atol=1e-6
     )
     assert shared.param_groups[0].get("weight_decay") == alone.param_groups[0].get("weight_decay")
+
+
+def test_many_groups_with_rates_of_their_own_are_numbered_in_little_time() -> None:
+    params = [torch.zeros(1) for _ in range(20_000)]
+    groups = [
+        {"params": params[index : index + 4], "lr": index % 16_000, "betas": (0.9, 0.999)}
+        for index in range(0, 20_000, 4)
+    ]
+    optimizer: Any = SimpleNamespace(param_groups=groups)
+    begin_s = time.process_time()
+    numbers = group_numbers(optimizer, [*params, torch.zeros(1)])
+    assert time.process_time() - begin_s < 1.0  # not if each were compared with all others
+    assert numbers == [index // 4 % 4000 for index in range(20_000)] + [-1]

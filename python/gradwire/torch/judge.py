@@ -152,12 +152,11 @@ def parameters_of(
 
 def group_numbers(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]) -> list[int]:
     """Return for each parameter the number of its group, the same for groups that move equally fast; -1: none."""
-    speeds = [_speed_of(group) for group in optimizer.param_groups]
-    numbers = {
-        param: speeds.index(speed)
-        for group, speed in zip(optimizer.param_groups, speeds, strict=True)
-        for param in group["params"]
-    }
+    first: dict[frozenset[tuple[str, str]], int] = {}
+    numbers = {}
+    for index, group in enumerate(optimizer.param_groups):
+        number = first.setdefault(frozenset(_speed_of(group).items()), index)
+        numbers.update(dict.fromkeys(group["params"], number))
     return [numbers.get(param, -1) for param in params]
 
 
