@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import gc
 import logging
 import math
 import os
+import re
 import reprlib
 import sys
 import threading
@@ -15,7 +15,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from fnmatch import fnmatchcase
+from fnmatch import translate
 from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -517,8 +517,10 @@ def _groups_for(
     by_density: dict[tuple[bool, float | str | None, int], list[int]] = {}
     numel_of_value: Counter[float | str | None] = Counter()
     used = set()
+    # As fnmatchcase, which compiles a pattern again wherever there are more of them than its cache holds.
+    matchers = {pattern: re.compile(translate(pattern)).match for pattern in patterns}
     for index, (name, array) in enumerate(named):
-        pattern = next(filter(functools.partial(fnmatchcase, name), patterns), None)
+        pattern = next((each for each, match in matchers.items() if match(name)), None)
         used.add(pattern)
         value: float | str | None = rest if pattern is None else patterns[pattern]
         key = _is_frozen(array), value, optimizer_groups[index]
