@@ -7,9 +7,12 @@ import json
 import logging
 import math
 import threading
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
@@ -299,7 +302,7 @@ class Snapshot:
     @property
     def nbytes(self) -> int:
         """Size of all arrays."""
-        return sum(array.nbytes for array in self.arrays)
+        return self._ends[-1] if self._ends else 0
 
     def share(self, place: int, count: int) -> Ranges:
         """Return what the donor at a place of several sends."""
@@ -319,13 +322,18 @@ class Snapshot:
 
     def _cut(self, place: int) -> int:
         """Return the next place before a byte, or that byte, at which another donor may go on."""
-        begin = 0
-        for array in self.arrays:
-            if place < begin + array.nbytes:
-                within = place - begin if array.nbytes > _WHOLE_BYTES else 0
-                return begin + within - within % _ALIGNMENT_BYTES
-            begin += array.nbytes
-        return begin
+        index = bisect_right(self._ends, place)
+        if index == len(self._ends):
+            return self.nbytes
+        nbytes = self.arrays[index].nbytes
+        begin = self._ends[index] - nbytes
+        within = place - begin if nbytes > _WHOLE_BYTES else 0
+        return begin + within - within % _ALIGNMENT_BYTES
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        # Kept: a newcomer asks what is missing many times a second, and may wait for 100,000 arrays.
+        return list(accumulate(array.nbytes for array in self.arrays))
 
     def is_of_same_step(self, other: Snapshot) -> bool:
         """Return whether another donor's snapshot has the same values: it holds the same updates."""
