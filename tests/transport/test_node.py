@@ -323,6 +323,16 @@ def test_close_reports_the_messages_that_a_dead_peer_did_not_get() -> None:
     two.close(timeout_s=0.0)
 
 
+def test_a_node_that_closes_without_waiting_says_so_to_its_peers(
+    quiet_pair: tuple[Node, Node],
+) -> None:
+    one, two = quiet_pair
+    time.sleep(0.2)  # the last of the handshake
+    until(lambda: one._sleeps_until_s > time.monotonic() + 0.5)  # the I/O thread has nothing to do
+    one.close(timeout_s=0.0)
+    until(lambda: not two.peers)
+
+
 def test_close_delivers_queued_messages() -> None:
     one, two = connected(2)
     payload = os.urandom(10_000_000)

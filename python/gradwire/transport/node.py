@@ -335,14 +335,14 @@ class Node(NotCopied, instead="make a node in every process that has one"):
         end_s = now_s() + timeout_s
         with self._lock:
             self._endpoint.refuse_messages()
-            released = -1
-            undelivered = self._endpoint.undelivered()
+            released, undelivered = -1, self._endpoint.undelivered()
             with suppress(Closed):  # the node has failed: nothing can be delivered any more
                 while not self._wait_for(lambda: self._endpoint.is_drained, timeout_s):
                     if not timeout_s or released == (released := self._endpoint.log.base):
                         break
                 undelivered = self._endpoint.undelivered()
                 self._endpoint.close(now_s())
+                self._pump(sends=True)  # the I/O thread may sleep for longer than this lingers
                 linger_s = max(0.05, min(end_s - now_s(), CLOSE_LINGER_S))
                 self._wait_for(lambda: self._endpoint.is_closed, linger_s)
                 self._endpoint.finish(now_s())
