@@ -131,12 +131,13 @@ class Encoder:
         most_changed: int,
         outs: Any,
         stream: int,
-    ) -> list[CudaMessage]:
+        messages: list[CudaMessage],
+    ) -> None:
         assert outs is None
         assert (max_bytes, most_changed) == (0, self._cpu.numel)
         assert stream == 0
         memory = None if update is None else memory_of(update)
-        messages = [CudaMessage() for _ in range(1 if partition is None else partition.parts)]
+        messages += [CudaMessage() for _ in range(1 if partition is None else partition.parts)]
         kind: Any = {"": False, "own": True}.get(dense, dense)
 
         def work() -> None:
@@ -152,7 +153,6 @@ class Encoder:
                 message.made = one
 
         QUEUE.work.append(work)
-        return messages
 
     def state(self) -> dict[str, Any]:
         QUEUE.wait()

@@ -380,3 +380,27 @@ def test_a_new_policy_is_followed_from_the_next_step_on() -> None:
         step_both(both, update_of(3000, "float32", 0.1, step))
     with pytest.raises(ValueError, match="one of gradwire's"):
         both[1].set_policy(object())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("parts", [None, 3])
+def test_a_call_that_a_signal_interrupts_keeps_its_messages_in_the_residual(
+    monkeypatch: pytest.MonkeyPatch, dense: bool, parts: int | None
+) -> None:
+    class InterruptedCore:
+        """Python raises KeyboardInterrupt where the core returns if the signal came while it ran."""
+
+        residual = property(lambda _: core.residual)
+
+        def encode(self, *arguments: Any) -> None:
+            core.encode(*arguments)
+            raise KeyboardInterrupt
+
+    encoder = gw.Encoder(30_000, 0.5, device="cuda")
+    core = encoder._device_core
+    update = update_of(30_000, "float32", 0.05, 6)
+    monkeypatch.setattr(encoder, "_device_core", InterruptedCore())
+    with pytest.raises(KeyboardInterrupt):
+        encoder.encode(on_device(update), dense=dense, parts=parts)
+    monkeypatch.undo()
+    np.testing.assert_array_equal(encoder.state_dict()["residual"], update.numpy())

@@ -166,11 +166,11 @@ class PyEncoder {
     // Return the size of a buffer for ternary messages.
     uint64_t capacity() const { return cuda::message_capacity(max_ternary_bytes(encoder_.numel())); }
 
-    // Return a list of messages, of one without a partition. `outs` is a list of as many arrays, or None. 0 bytes are
-    // no budget.
-    py::list encode(const py::object& update, uint32_t key, bool skip_nonfinite, const std::string& dense,
-                    const py::object& partition, uint64_t max_bytes, uint64_t most_changed, const py::object& outs,
-                    uintptr_t stream_number) {
+    // Messages, one without a partition, are appended to a list of the caller's: what is returned is lost if a signal
+    // interrupts the call. `outs` is a list of as many arrays, or None. 0 bytes are no budget.
+    void encode(const py::object& update, uint32_t key, bool skip_nonfinite, const std::string& dense,
+                const py::object& partition, uint64_t max_bytes, uint64_t most_changed, const py::object& outs,
+                uintptr_t stream_number, py::list messages) {
         const cudaStream_t stream = stream_of(stream_number);
         const DenseType type = dense.empty() ? DenseType::kNone : dense_type(dense, encoder_.dtype());
         const Partition parts = partition.is_none() ? undivided(encoder_.numel()) : partition_of(partition);
@@ -184,7 +184,7 @@ class PyEncoder {
             updates = arrays->updates();
         }
         const Exclusive exclusive(busy_);
-        py::list messages;
+        py::list encoded;
         std::vector<MessageBuffer*> to(parts.parts);
         for (uint64_t i = 0; i < parts.parts; ++i) {
             const py::object out = outs.is_none() ? py::none() : py::object(outs[py::int_(i)]);
@@ -195,7 +195,7 @@ class PyEncoder {
             const std::shared_ptr<MessageBuffer> buffer =
                 buffer_for(out, cuda::message_capacity(bytes), type == DenseType::kNone);
             to[position] = buffer.get();
-            messages.append(PyMessage(buffer, out));
+            encoded.append(PyMessage(buffer, out));
         }
         {
             const ReleasedGil release;
@@ -203,7 +203,7 @@ class PyEncoder {
             if (max_bytes > 0) budget = {max_bytes, most_changed};
             encoder_.encode(arrays ? &updates : nullptr, key, skip_nonfinite, type, parts, budget, to, stream);
         }
-        return messages;
+        for (const py::handle message : encoded) messages.append(message);
     }
 
     // Wait for the device.
@@ -465,7 +465,7 @@ void register_encoder(py::module_& module) {
         .def("lend_residual", &PyEncoder::lend_residual, py::arg("residual").none(true))
         .def("encode", &PyEncoder::encode, py::arg("update").none(true), py::arg("key"), py::arg("skip_nonfinite"),
              py::arg("dense"), py::arg("partition").none(true), py::arg("max_bytes"), py::arg("most_changed"),
-             py::arg("outs").none(true), py::arg("stream"))
+             py::arg("outs").none(true), py::arg("stream"), py::arg("messages"))
         .def("state", &PyEncoder::state)
         .def("set_state", &PyEncoder::set_state, py::arg("threshold"), py::arg("step"), py::arg("changed_at"),
              py::arg("trend"), py::arg("deviation"), py::arg("supply"))

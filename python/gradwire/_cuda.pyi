@@ -75,7 +75,8 @@ class Encoder:
         most_changed: int,
         outs: list[Any] | None,
         stream: int,
-    ) -> list[CudaMessage]: ...
+        messages: list[CudaMessage],
+    ) -> None: ...
     def state(self) -> dict[str, Any]: ...
     def set_state(
         self,

@@ -471,11 +471,8 @@ class Encoder:
             self._finish(messages, skipped)
         except BaseException:
             # What is not returned must not be lost, after an error of the policy or a signal, which Python raises as
-            # soon as the core returns: put the messages back into the residual.
-            owners = [None] if partition is None else list(partition)
-            for part, message in zip(owners, messages, strict=False):
-                if self._residual is not None:
-                    apply(message, self._residual, part=part)
+            # soon as the core returns.
+            self._put_back(messages, partition)
             raise
         return messages[0] if partition is None else messages
 
@@ -642,6 +639,15 @@ class Encoder:
                 error.count,
                 error.first_index,
             ) from None
+
+    def _put_back(
+        self, messages: list[Any], partition: Partition | None, stream: int | None = None
+    ) -> None:
+        """Add the messages of a step, or those of its first parts, to the residual, if there is one."""
+        owners = [None] if partition is None else list(partition)
+        for part, message in zip(owners, messages, strict=False):
+            if self.has_residual:
+                apply(message, self.residual, part=part, stream=stream)
 
     def _finish(self, messages: list[Message], skipped: int) -> None:
         totals = self._totals

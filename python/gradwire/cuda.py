@@ -186,17 +186,25 @@ class CudaEncoder(Encoder, device="cuda"):
         if partition is not None and outs is not None and len(outs) != len(partition):
             raise ValueError(f"out has {len(outs)} arrays for {len(partition)} parts")
         budget, most = self._rule.budget(max_bytes, dense, self.numel, partition)
-        messages: list[CudaMessage] = self._device_core.encode(
-            update,
-            self.key,
-            self.on_nonfinite == "skip",
-            (dense_dtype(dense) or "own") if dense else "",
-            partition,
-            budget,
-            most,
-            outs,
-            stream_of(stream, outs if update is None else update, self._number),
-        )
+        number = stream_of(stream, outs if update is None else update, self._number)
+        messages: list[CudaMessage] = []
+        try:
+            self._device_core.encode(
+                update,
+                self.key,
+                self.on_nonfinite == "skip",
+                (dense_dtype(dense) or "own") if dense else "",
+                partition,
+                budget,
+                most,
+                outs,
+                number,
+                messages,
+            )
+        except BaseException:
+            # As on the CPU. A message that the device has refused is empty.
+            self._put_back(messages, partition, number)
+            raise
         return messages[0] if partition is None else messages
 
     def set_policy(
