@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -330,6 +331,18 @@ def test_a_message_on_the_device_is_applied_there_and_on_the_cpu() -> None:
     np.testing.assert_array_equal(target.cpu().numpy(), on_cpu)
     assert on_cpu.any()
     assert bytes(gw.Message.parse(message)) == expected_bytes()
+
+
+@pytest.mark.cuda
+def test_threads_that_read_a_message_in_the_caller_s_memory_have_one_copy_of_it() -> None:
+    host = gw.dense_message(np.ones(5_000_000, np.float32))
+    memory = on_device(torch().from_numpy(np.frombuffer(host, np.uint8).copy()))
+    torch().cuda.synchronize()
+    for _ in range(3):
+        message = gw.cuda_message(memory)
+        views = list(ThreadPoolExecutor(2).map(memoryview, [message] * 2))
+        addresses = {np.frombuffer(view, np.uint8).ctypes.data for view in views}
+        assert len(addresses) == 1  # the memory of any other is freed already
 
 
 @pytest.mark.cuda

@@ -81,8 +81,10 @@ class PyMessage {
     MessageView view() {
         check();
         if (buffer_->on_host) return read_message(buffer_->on_host, buffer_->capacity);
-        const ReleasedGil release;
-        if (copy_.empty()) copy_from_device();
+        if (copy_.empty()) {
+            std::vector<uint8_t> copy = copied_from_device();
+            if (copy_.empty()) copy_ = std::move(copy);  // another thread may have been faster, and lent its copy
+        }
         return read_message(copy_.data(), copy_.size());
     }
 
@@ -94,7 +96,8 @@ class PyMessage {
     }
 
   private:
-    void copy_from_device() {
+    std::vector<uint8_t> copied_from_device() const {
+        const ReleasedGil release;
         const DeviceScope scope(buffer_->device);
         if (buffer_->capacity < kHeaderBytes)
             throw MessageError("a buffer of " + std::to_string(buffer_->capacity) + " bytes holds no message");
@@ -105,7 +108,7 @@ class PyMessage {
         const uint64_t most = buffer_->capacity - kHeaderBytes;
         std::vector<uint8_t> copy(kHeaderBytes + std::min(payload_bytes, most));
         CUDA_TRY(cudaMemcpy(copy.data(), buffer_->on_device, copy.size(), cudaMemcpyDeviceToHost));
-        copy_ = std::move(copy);
+        return copy;
     }
 
     std::shared_ptr<MessageBuffer> buffer_;
