@@ -123,6 +123,7 @@ HostArray borrow_device_array(py::handle object, const std::string& name, int de
     if (by_torch && is_ordered) {
         if (std::optional<HostArray> array = from_tensor(object, device)) return *array;
     }
+    const cuda::DeviceScope scope(device);  // torch lends nothing of another device than the current one
     const auto [type, id] = dlpack_device_of(object);
     HostArray array;
     int found = -1;

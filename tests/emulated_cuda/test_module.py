@@ -92,6 +92,36 @@ def test_the_device_of_the_arrays_decides() -> None:
     assert encoder.step == 1
 
 
+class OfTorch(OnDevice):
+    """Lends its memory as torch does: only where its device is the current one."""
+
+    def __init__(self, number: int, values: Any) -> None:
+        super().__init__(number, values)
+        self._number = number
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, self._number
+
+    def __dlpack__(self, **_: Any) -> Any:
+        current = ctypes.c_int()
+        runtime().call("cudaGetDevice", ctypes.byref(current))
+        if current.value != self._number:
+            raise BufferError("Can't export tensors on a different CUDA device index")
+        return torch().from_numpy(self.memory).__dlpack__()
+
+
+def test_arrays_of_torch_may_be_on_another_device_than_the_current_one() -> None:
+    expected = gw.Encoder(NUMEL, threshold=1.0).encode(update(1))
+    message = gw.Encoder(NUMEL, threshold=1.0, device="cuda:1").encode(
+        OfTorch(1, update(1).numpy())
+    )
+    assert bytes(message) == bytes(expected)
+    target = OfTorch(1, np.zeros(NUMEL, np.float32))
+    gw.apply(message, target)
+    message.check()
+    np.testing.assert_array_equal(target.memory, gw.decode(expected))
+
+
 def test_an_encode_on_the_caller_s_memory_gives_the_same_bytes() -> None:
     """The call of `gradwire.torch`'s operator, whose own tests need torch on a GPU."""
     cpu = gw.Encoder(NUMEL, threshold=1.0, key=5)
