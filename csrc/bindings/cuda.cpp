@@ -144,9 +144,12 @@ class PyEncoder {
   public:
     PyEncoder(int device, uint64_t numel, bool float64, const py::dict& policy, double threshold, double trend,
               double deviation, uint32_t supply, bool keeps_residual)
-        : float64_(float64),
-          encoder_(device, numel, float64 ? Dtype::kFloat64 : Dtype::kFloat32, policy_of(policy),
-                   {threshold, trend, deviation, cuda::Supply{supply}}, keeps_residual) {}
+        : float64_(float64), encoder_([&, words = policy_of(policy)] {
+              const ReleasedGil release;  // allocates, and waits for the device
+              const cuda::PolicyState state{threshold, trend, deviation, cuda::Supply{supply}};
+              const Dtype dtype = float64 ? Dtype::kFloat64 : Dtype::kFloat32;
+              return cuda::DeviceEncoder(device, numel, dtype, words, state, keeps_residual);
+          }()) {}
 
     // Use memory of the caller's as the residual, until None is lent in its place.
     void lend_residual(const py::object& residual) {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import sys
+import threading
 from typing import Any
 
 import numpy as np
@@ -135,6 +137,28 @@ def test_an_encode_on_the_caller_s_memory_gives_the_same_bytes() -> None:
         expected = cpu.encode(update(step))
         assert out[: expected.nbytes].cpu().numpy().tobytes() == bytes(expected)
     np.testing.assert_array_equal(residual.cpu().numpy(), cpu.residual)
+
+
+def test_other_threads_run_while_an_encoder_s_memory_is_made() -> None:
+    begin = threading.Lock()
+    begin.acquire()
+    calls: list[int] = []
+
+    def note() -> None:
+        with begin:
+            calls.append(1)
+
+    other = threading.Thread(target=note)
+    other.start()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(100.0)  # from here on the other thread runs only while this one lets it
+    try:
+        begin.release()
+        gw.Encoder(2**24, device="cuda")
+        assert calls
+    finally:
+        sys.setswitchinterval(interval)
+        other.join()
 
 
 def test_work_does_not_run_before_the_host_waits() -> None:
