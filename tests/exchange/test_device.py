@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 import gradwire as gw
 from gradwire.exchange import Group
+from gradwire.exchange import groups as exchange_groups
 
 from ..cuda_arrays import is_emulated
 from ..fake_cuda import fake_cuda, to_device, to_host
@@ -137,6 +138,26 @@ def test_the_other_groups_get_back_what_they_had_encoded() -> None:
     assert node.updates == {}
     bad[25] = 0.0
     np.testing.assert_array_equal(residual_of(coder), bad)
+
+
+def test_a_step_that_finds_no_memory_for_copies_of_its_messages_loses_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    coder = groups("cuda")
+    share, node = alone(coder)
+    params = placed(tensors(np.zeros(NUMEL, np.float32)), "cuda")
+
+    def copied(_: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as little_memory:
+        little_memory.setattr(exchange_groups, "host_message", copied)
+        with pytest.raises(MemoryError):
+            share.step(placed(tensors(update(1, 0)), "cuda"), params)
+    assert node.updates == {}
+    np.testing.assert_array_equal(residual_of(coder), update(1, 0))
+    assert share.step(None, params).step == 0
+    np.testing.assert_array_equal(back(params) + residual_of(coder), update(1, 0))
 
 
 def test_a_checkpoint_moves_between_host_and_device() -> None:

@@ -386,6 +386,19 @@ class Groups:
                         apply(host_message(message), encoder.residual, part=part)
             raise
 
+    def on_host(self, messages: Sequence[Any]) -> list[Message]:
+        """Return every group's message in host memory; if there is no memory for that, they go back to the residuals.
+
+        Raises:
+            MemoryError: for copies of messages in a device's memory.
+        """
+        try:
+            return list(map(host_message, messages))
+        except BaseException:
+            if self.has_residuals:
+                self.put_back(messages)
+            raise
+
     def put_back(self, messages: Sequence[Message], factor: float = 1.0) -> None:
         """Add unsent messages, times a factor, to their residuals."""
         for encoder, message in zip(self.encoders, messages, strict=False):

@@ -21,7 +21,7 @@ from ..arrays import Arrays, add, device_of, difference, put, views, writable_vi
 from ..errors import MessageError
 from ..message import Message, apply, parse_many
 from ..transport import Peer, Ticket
-from .groups import Codec, Groups, host_message
+from .groups import Codec, Groups
 from .options import Options
 from .owner import Accepted, Division, ShardedUpdate, Sharding, part_of_state
 from .parameters import Payloads, PlainSum, SecondTarget, SharedCopy, moved_since
@@ -196,7 +196,7 @@ class Replica(SharedCopy):
             sharded = self.sharding.encode(self.step, update, codec, before)
             return StepUpdate(self.step, [], sharded=sharded)
         messages = self.groups.encode(update, codec, before)
-        return StepUpdate(self.step, messages, list(map(host_message, messages)))
+        return StepUpdate(self.step, messages, self.groups.on_host(messages))
 
     def hold(
         self,
