@@ -300,9 +300,15 @@ def add_finite(
         How many values were left out, and the index of the first of them in all arrays; -1 if there is none.
 
     Raises:
-        ValueError: the sizes differ; nothing was added.
+        ValueError: the sizes or the devices differ; nothing was added.
         TypeError: values that would be rounded; nothing was added.
     """
+    numbers = [device_of(list(arrays)) for arrays in (source, target)]
+    if numbers[0] != numbers[1]:
+        names = [f"on cuda:{number}" if number >= 0 else "in host memory" for number in numbers]
+        raise ValueError(
+            f"the update is {names[0]}, the parameters are {names[1]}: move one of both"
+        )
     for array, origin in zip(target, source, strict=False):
         dtypes = _dtype_name(origin), _dtype_name(array)
         if dtypes[0] not in ("float32", "float16", "bfloat16", dtypes[1]):

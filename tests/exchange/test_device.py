@@ -204,6 +204,20 @@ def test_a_message_that_was_refused_on_the_device_says_why() -> None:
         gw.apply(message, np.zeros(NUMEL, np.float32))
 
 
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+def test_an_update_that_is_not_where_the_parameters_are_is_refused(where: str) -> None:
+    if not is_emulated():
+        pytest.skip("only torch's tensors on a device are taken by encoders without a residual")
+    coder = encoder(where, keeps_residual=False)
+    share, node = alone(coder, apply_residual=True)
+    params = placed(np.zeros(NUMEL, np.float32), where)
+    other = "cuda" if where == "cpu" else "cpu"
+    with pytest.raises(ValueError, match=r"the update is .*, the parameters are .*: move one"):
+        share.step(placed(update(1, 0), other), params)
+    assert node.updates == {}
+    assert not back(params).any()
+
+
 def test_parameters_on_a_device_need_an_encoder_there() -> None:
     share, _ = alone(encoder("cpu"))
     params = placed(np.zeros(NUMEL, np.float32), "cuda")
