@@ -308,7 +308,6 @@ std::vector<HalfArray> half_arrays(const HostArrays& copies, const HostArrays& p
     const auto are_of_one_size = [](const Array& copy, const ConstArray& param) { return copy.numel == param.numel; };
     if (!std::equal(floats.begin(), floats.end(), halves.begin(), halves.end(), are_of_one_size))
         throw py::value_error("copies and params must be arrays of the same sizes");
-    params.require_apart(floats, "the copies");
     std::vector<HalfArray> pairs;
     for (size_t i = 0; i < floats.size(); ++i) {
         const Array& copy = floats[i];
@@ -318,6 +317,7 @@ std::vector<HalfArray> half_arrays(const HostArrays& copies, const HostArrays& p
         pairs.push_back(
             {const_cast<void*>(halves[i].data), static_cast<float*>(copy.data), copy.numel, halves[i].dtype});
     }
+    params.require_apart(floats, "the copies");
     return pairs;
 }
 
