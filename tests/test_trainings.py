@@ -392,6 +392,22 @@ def test_a_node_has_one_training(end: str) -> None:
         gw.share(params, node=node, min_peers=0).step(np.ones(3, np.float32))
 
 
+def test_a_close_by_a_signal_handler_inside_the_node_is_refused_and_done_at_exit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    alone(monkeypatch)
+    shared = gw.share(np.zeros(4, np.float32))
+    shared.step(np.ones(4, np.float32))
+    node = shared._training._node
+    assert node is not None
+    with node._lock, pytest.raises(RuntimeError, match="signal's handler"):
+        shared.close()
+    assert node.peers == ()
+    assert "closed" not in repr(node)
+    shared._training._close_at_exit()
+    assert "closed" in repr(node)
+
+
 @pytest.mark.parametrize("code", [None, 0, 1])
 def test_an_exit_out_of_a_node_or_team_is_a_failure_if_it_has_a_code(
     code: Any, monkeypatch: pytest.MonkeyPatch

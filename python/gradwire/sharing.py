@@ -179,8 +179,15 @@ class Training:
 
         Args:
             has_failed: go without a goodbye, so that the others know.
+
+        Raises:
+            RuntimeError: a signal's handler has interrupted the node; the end of the process gives everything back.
         """
-        if os.getpid() != self._process or not self._is_closed.acquire(blocking=False):
+        if os.getpid() != self._process or self._is_closed.locked():
+            return
+        if self._node is not None:
+            _ = self._node.peers  # or what follows would end by halves
+        if not self._is_closed.acquire(blocking=False):
             return
         atexit.unregister(self._close_at_exit)
         if self._finalizer is not None:

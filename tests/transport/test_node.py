@@ -292,6 +292,16 @@ def test_nothing_works_after_close_and_closing_twice_is_fine() -> None:
             call()
 
 
+def test_a_signal_handler_that_interrupts_the_node_is_refused_and_does_not_hang() -> None:
+    with Node("127.0.0.1:0", secret=SECRET) as node:
+        for call in (node.close, node.stats, lambda: node.publish(b"")):
+            with node._lock, pytest.raises(RuntimeError, match="signal's handler"):
+                call()
+        with node._close_lock, pytest.raises(RuntimeError, match="signal's handler"):
+            node.close()
+        node.publish(b"")
+
+
 def test_close_wakes_another_thread_that_waits_in_receive() -> None:
     node = Node("127.0.0.1:0", secret=SECRET)
     outcome: list[object] = []

@@ -34,6 +34,22 @@ PAUSE_S: Final = 0.05  # between two looks at another condition of whoever waits
 MISSING_LOG_S: Final = 3.0  # whoever waits longer for peers gets a log entry about the missing ones
 
 
+class Lock(type(threading.RLock())):  # type: ignore[misc]
+    """Refuses a forked child, and a signal's handler in the middle of its thread's call: both would wait for ever."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+
+    def __enter__(self) -> bool:
+        if os.getpid() != self.pid:
+            text = f"this node belongs to process {self.pid}; after a fork the child ({os.getpid()}) makes its own"
+            raise TransportError(text)
+        if self._is_owned():
+            text = "a signal's handler has interrupted this node and cannot use it: set a flag, and act after the step"
+            raise RuntimeError(text)
+        return bool(super().__enter__())
+
+
 class Node(NotCopied, instead="make a node in every process that has one"):
     """Sends messages to its peers and receives theirs: complete, once, in order, authenticated.
 
@@ -118,11 +134,9 @@ class Node(NotCopied, instead="make a node in every process that has one"):
         self.names: dict[int, str] = {}
         self.expected_peers: int | None = None
         self.peer = Peer(self.id, local.incarnation, self.address)
-        self._lock = threading.Lock()
+        self._lock, self._close_lock = Lock(), Lock()
         self._changed = threading.Condition(self._lock)
         self._awaited: list[Callable[[], bool]] = []
-        self._close_lock = threading.Lock()
-        self._process = os.getpid()
         self._is_closed = False
         self._failure: Exception | None = None  # an internal error
         self._sleeps_until_s = 0.0
@@ -160,7 +174,7 @@ class Node(NotCopied, instead="make a node in every process that has one"):
         return node
 
     def __repr__(self) -> str:
-        with self._lock if os.getpid() == self._process else nullcontext():  # a child's is stuck
+        with self._lock if os.getpid() == self._lock.pid else nullcontext():  # a child's is stuck
             state = "closed" if self._is_closed else f"{len(self._endpoint.peers)} peers"
         return f"<gradwire.Node {self.names.get(self.id, f'{self.id:016x}')} at {self.address}, {state}>"
 
@@ -177,14 +191,12 @@ class Node(NotCopied, instead="make a node in every process that has one"):
     @property
     def peers(self) -> tuple[Peer, ...]:
         """The connected peers, in order."""
-        self._check_process()
         with self._lock:
             return self._endpoint.peers
 
     @property
     def seeds(self) -> frozenset[str]:
         """The given addresses of other nodes, resolved, without this node's own."""
-        self._check_process()
         with self._lock:
             return frozenset(map(format_address, self._endpoint.discovery.seeds()))
 
@@ -247,13 +259,11 @@ class Node(NotCopied, instead="make a node in every process that has one"):
 
     def events(self) -> list[Event]:
         """Return and forget the peers' events, `PeerJoined` and `PeerLost`; the last 1,024 are kept."""
-        self._check_process()
         with self._lock:
             return self._endpoint.take_events()
 
     def stats(self) -> Stats:
         """Return a snapshot of the counters; a closed node has no `Stats.socket`."""
-        self._check_process()
         with self._lock:
             stats = replace(self._endpoint.stats(), kernel_drops=self._driver.kernel_drops)
             return stats if self._is_closed else replace(stats, socket=self._driver.stats())
@@ -326,7 +336,7 @@ class Node(NotCopied, instead="make a node in every process that has one"):
 
         Returns the (peer, ticket) of every message that is not acknowledged when nothing was for ``timeout_s``.
         """
-        if os.getpid() != self._process:
+        if os.getpid() != self._lock.pid:
             return []
         with self._close_lock:
             return [] if self._is_closed else self._close(timeout_s)
@@ -407,15 +417,7 @@ class Node(NotCopied, instead="make a node in every process that has one"):
             self._driver.wait(until_s)
 
     def _check_open(self) -> None:
-        self._check_process()
         if self._failure is not None:
             raise Closed(f"the node has failed: {self._failure!r}") from self._failure
         if self._is_closed:
             raise Closed("the node is closed")
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._process:
-            raise TransportError(
-                f"this node belongs to process {self._process}; after a fork the child (process {os.getpid()}) "
-                "makes its own"
-            )
