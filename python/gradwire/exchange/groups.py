@@ -345,7 +345,7 @@ class Groups:
             partitions: one for each group; every group then has a list of messages, one for each part.
 
         Raises:
-            NonFiniteUpdate: as ``Encoder.encode``; the messages of the other groups are back in their residuals.
+            NonFiniteUpdate: as ``Encoder.encode``, of the first such group; all residuals have what is finite.
         """
 
         def encode_group(index: int) -> Any:
@@ -365,18 +365,26 @@ class Groups:
         # Encoders on a device return at once and work side by side. They are waited for together, after the last was
         # started.
         encoded: list[Any] = []
+        refused: NonFiniteUpdate | None = None
         try:
             for index in range(len(self.groups)):
-                encoded.append(encode_group(index))
+                try:
+                    encoded.append(encode_group(index))
+                except NonFiniteUpdate as error:
+                    # The groups after it take their parts of the update into their residuals, as those before it have.
+                    refused = refused or error
+                    encoded.append(None)
+            if refused is not None:
+                raise refused
             for messages in encoded:
                 for message in messages if isinstance(messages, list) else [messages]:
                     if not isinstance(message, Message):
                         message.check()  # waits
             return encoded
         except BaseException:
-            # The groups before the failed one have taken their messages out of their residuals.
+            # The other groups have taken their messages out of their residuals.
             for index, (encoder, messages) in enumerate(zip(self.encoders, encoded, strict=False)):
-                if not encoder.has_residual:
+                if messages is None or not encoder.has_residual:
                     continue
                 with suppress(NonFiniteUpdate):  # a message that a device refused has taken nothing
                     if partitions is None:
