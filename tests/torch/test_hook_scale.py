@@ -116,6 +116,33 @@ def test_a_step_in_a_scale_that_cannot_be_followed_is_skipped_and_leaves_no_trac
     assert two_ranks.run(scales_that_cannot_be_followed, options) == [[], []]
 
 
+def resumed_without_a_scaler(rank: int, options: dict[str, Any]) -> Any:
+    scaler = Scaler()
+    scaler.scale = 1024.0
+    _, ddp, state = training(scaler, **options)
+    for step in range(3):
+        (scaler.scale * ddp(inputs(rank, step))).backward()
+    saved = state.state_dict()
+    gradients = []
+    for scale in (scaler.scale, 1.0):
+        model, ddp, state = training(None if scale == 1.0 else scaler, **options)
+        state.load_state_dict(saved)
+        for step in range(3, 6):
+            model.zero_grad()
+            (scale * ddp(inputs(rank, step))).backward()
+        gradients.append([weight.grad / scale for weight in model.weights])
+    return same(*gradients), state.state_dict()["scale"]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"momentum": 0.5}, {"momentum": 0.5, "warmup_steps": 5}], ids=str
+)
+def test_a_checkpoint_with_a_scale_goes_on_without_a_scaler(
+    two_ranks: Ranks, options: dict[str, Any]
+) -> None:
+    assert two_ranks.run(resumed_without_a_scaler, options) == [(True, 1.0)] * 2
+
+
 def momentum_of_a_warm_up(rank: int, scale: float) -> Any:
     scaler = Scaler()
     _, ddp, state = training(scaler, momentum=0.5, warmup_steps=5)

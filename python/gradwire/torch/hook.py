@@ -492,9 +492,8 @@ class ThresholdState:
         A scaler halves its scale at every step of a training gone NaN, down to zero. What cannot follow stays as it is,
         and the step is skipped, so that another scale finds everything as it was.
         """
-        if self.scaler is None:
-            return
-        scale = float(self.scaler.get_scale())
+        # Without a scaler a checkpoint may still have the scale of one.
+        scale = 1.0 if self.scaler is None else float(self.scaler.get_scale())
         was_followed = self._scale.is_followed
         self._scale.is_followed = False
         try:
