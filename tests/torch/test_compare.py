@@ -280,6 +280,16 @@ def test_the_verdict_compares_with_the_best_that_all_reduce_could_do() -> None:
     )
 
 
+def test_a_loss_of_zero_is_compared() -> None:
+    zero = curve(losses=[0.0] * 100, first_loss=0.0)
+    comparison = Comparison(2, "link", zero, zero, zero)
+    comparison.check()
+    assert comparison.verdict().endswith("0.0% lower (within the 0.0% that chance makes)")
+    higher = replace(comparison, shared=curve(losses=[0.1] * 100))
+    assert higher.verdict().endswith("inf% higher (more than the 0.0% that chance makes)")
+    assert "inf%" in higher.table()
+
+
 def test_other_batches_are_noticed() -> None:
     Comparison(2, "", curve(), curve(), curve()).check()
     with pytest.raises(ValueError, match="before anything was exchanged"):

@@ -236,7 +236,7 @@ class Comparison:
     @property
     def loss_difference(self) -> float:
         """How much higher gradwire's last loss is, as a part of all-reduce's."""
-        return _relative(self.shared.last_loss, self.plain.last_loss)
+        return _relative(self.shared.last_loss - self.plain.last_loss, self.plain.last_loss)
 
     @property
     def noise(self) -> float:
@@ -246,12 +246,13 @@ class Comparison:
         """
         last = self.plain.last_losses
         moved = abs(self.again.last_loss - self.plain.last_loss)
-        return max(moved, 2.0 * stdev(last) / math.sqrt(len(last))) / abs(self.plain.last_loss)
+        spread = max(moved, 2.0 * stdev(last) / math.sqrt(len(last)))
+        return _relative(spread, self.plain.last_loss)
 
     def check(self) -> None:
         """Raise `ValueError` unless the two trainings are the same but for the exchange."""
         first, other = self.plain.first_loss, self.shared.first_loss
-        if not abs(_relative(other, first)) <= _FIRST_LOSS_TOLERANCE:
+        if not abs(_relative(other - first, first)) <= _FIRST_LOSS_TOLERANCE:
             raise ValueError(
                 f"the first loss is {first:.6g} with all-reduce and {other:.6g} with gradwire, before anything was "
                 "exchanged: the script draws other batches or parameters in every run; seed what it draws from"
@@ -613,5 +614,7 @@ def _buckets(grads: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         yield bucket
 
 
-def _relative(value: float, reference: float) -> float:
-    return (value - reference) / abs(reference) if reference else math.inf
+def _relative(difference: float, reference: float) -> float:
+    if reference:
+        return difference / abs(reference)
+    return math.copysign(math.inf, difference) if difference else 0.0  # a loss may become zero
