@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import pickle
 from typing import Any
 
@@ -25,7 +26,7 @@ from gradwire.torch import (  # noqa: E402
 )
 from gradwire.torch.staging import Staging  # noqa: E402
 
-from .linear import BUCKET_CAP_MB, NUMEL, Linear, flat_inputs, inputs  # noqa: E402
+from .linear import BUCKET_CAP_MB, NUMEL, SHAPES, Linear, flat_inputs, inputs  # noqa: E402
 from .ranks import RankFailed, Ranks  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -207,6 +208,30 @@ def fail_once(rank: int) -> Any:
 def test_a_step_that_fails_in_the_middle_of_a_bucket_is_taken_back(two_ranks: Ranks) -> None:
     (params, first), (_, second) = two_ranks.run(fail_once)
     assert torch.equal(-2.0 * params + first + second, expected_sum([0]))
+
+
+def interrupt_once(rank: int) -> Any:
+    training = Training(rank)
+    training.step(0)
+
+    def interrupt(_: Any) -> None:
+        raise MemoryError
+
+    training.model.weights[3].register_hook(interrupt)  # the last of a backward pass
+    with pytest.raises(MemoryError):
+        training.step(1)
+    training.state._worker.submit(int).result()  # the buckets before are encoded
+    return training.accounted
+
+
+def test_a_checkpoint_after_an_interrupted_step_lacks_nothing(two_ranks: Ranks) -> None:
+    (params, first), (_, second) = two_ranks.run(interrupt_once)
+    sizes = [math.prod(shape) for shape in SHAPES]
+    added = (-2.0 * params + first + second - expected_sum([0])).split(sizes)
+    whole = expected_sum([1]).split(sizes)
+    is_whole = [torch.equal(*pair) for pair in zip(added, whole, strict=True)]
+    assert any(is_whole)
+    assert not any(part.any() for part, is_one in zip(added, is_whole, strict=True) if not is_one)
 
 
 def share_once(rank: int) -> Any:

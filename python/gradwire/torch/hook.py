@@ -333,14 +333,20 @@ class ThresholdState:
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's residuals, policies, step and loss scale, as host tensors and plain numbers.
 
-        Every rank saves its own. Call this between steps.
+        Every rank saves its own. Call this between steps, or after one that was interrupted.
         """
         self._finish_warmup_step()
+        # An interrupted step's messages are not sent: they go back into the residuals when the next step begins.
+        unsent = {
+            state: message
+            for job in self._jobs
+            for state, message in zip(job.states, job.messages, strict=False)
+        }
         return {
             "format": _STATE_FORMAT,
             "step": self._step,
             "scale": self._scale.value,
-            "residuals": self._parameters.state_dict(),
+            "residuals": self._parameters.state_dict(unsent),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

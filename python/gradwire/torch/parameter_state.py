@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ..codec import Encoder
+from ..exchange.groups import host_message
 from ..message import Message, apply
 from ..policy import round_threshold
 from ..state import EncoderState, check_format, check_range
@@ -86,9 +87,15 @@ class ParameterState:
         """Multiply residual, velocity and threshold."""
         self.load_state_dict(_rescaled(self.state_dict(), factor))
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return copies of residual and velocity as host tensors, and the rest of the encoder's state."""
+    def state_dict(self, unsent: Any = None) -> dict[str, Any]:
+        """Return copies of residual and velocity as host tensors, and the rest of the encoder's state.
+
+        Args:
+            unsent: a message that the copy of the residual gets back, or None.
+        """
         state = self.encoder.state_dict()
+        if unsent is not None:
+            apply(host_message(unsent), state["residual"])
         return {
             "residual": torch.from_numpy(state["residual"]),
             "velocity": None if self.velocity is None else self.velocity.to("cpu", copy=True),
@@ -229,11 +236,11 @@ class ParameterStates:
             state.rescale(factor)
         self._loaded = {name: _rescaled(state, factor) for name, state in self._loaded.items()}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of every parameter, by name."""
+    def state_dict(self, unsent: Mapping[ParameterState, Any]) -> dict[str, Any]:
+        """Return the state of every parameter, by name; the arguments are those of `ParameterState.state_dict`."""
         parameters = copy.deepcopy(self._loaded)
         for parameter, state in self._states.items():
-            parameters[self._names[parameter]] = state.state_dict()
+            parameters[self._names[parameter]] = state.state_dict(unsent.get(state))
         return {"format": _STATE_FORMAT, "parameters": parameters}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
