@@ -211,11 +211,15 @@ def test_parameters_that_do_not_fit_are_refused_before_anything_is_sent(
 
 @pytest.mark.parametrize("count", [4, 6])
 def test_groups_take_exactly_the_tensors_they_were_made_for(count: int) -> None:
-    share = alone(gw.Groups.of(tensors(), THRESHOLD))
+    groups = gw.Groups.of(tensors(), THRESHOLD)
+    share = alone(groups)
     wrong = (tensors() * 2)[:count]
     with pytest.raises(ValueError, match=f"{count} parameters for groups of 5 tensors"):
         share.step(tensors(), wrong)
+    with pytest.raises(ValueError, match=f"{count} arrays of the update for groups of 5 tensors"):
+        share.step((tensors(1) * 2)[:count], tensors())
     assert share.next_step == 0
+    assert not flat(kept_in(groups)).any()
 
 
 def test_local_steps_refuse_updates_of_other_sizes_whole() -> None:

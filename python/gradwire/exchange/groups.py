@@ -225,15 +225,7 @@ class Groups:
             TypeError, ValueError: another size than the encoders', a dtype or layout that ``apply`` does not take,
                 or too few or too many arrays.
         """
-        served = [group.tensors for group in self.groups if group.tensors is not None]
-        # One tensor too many would never be trained, and nothing else would say so.
-        if served and isinstance(params, (list, tuple)):
-            indices = {index for tensors in served for index in tensors}
-            if indices != set(range(len(params))):
-                raise ValueError(
-                    f"{len(params)} parameters for groups of {len(indices)} tensors, the last of which is "
-                    f"{max(indices)}"
-                )
+        self._check_count(params, "parameters")
         # An empty message is applied: ``apply`` itself says what it cannot take, in its own words.
         nothing = np.empty(0, np.int64), np.empty(0, np.bool_)
         for index, encoder in enumerate(self.encoders):
@@ -252,6 +244,17 @@ class Groups:
                 raise type(error)(
                     f"the parameters do not fit the encoder with key {encoder.key}: {error}"
                 ) from error
+
+    def _check_count(self, arrays: Any, name: str) -> None:
+        """Raise `ValueError` for a list of other tensors than the groups'."""
+        served = [group.tensors for group in self.groups if group.tensors is not None]
+        # One tensor too many would never be trained, and nothing else would say so.
+        if served and isinstance(arrays, (list, tuple)):
+            indices = {index for tensors in served for index in tensors}
+            if indices != set(range(len(arrays))):
+                raise ValueError(
+                    f"{len(arrays)} {name} for groups of {len(indices)} tensors, the last of which is {max(indices)}"
+                )
 
     def residuals(self, arrays: Sequence[Any]) -> list[NDArray[Any]]:
         """Return the residual of each of the model's arrays: a writable view in the array's shape.
@@ -345,6 +348,7 @@ class Groups:
             partitions: one for each group; every group then has a list of messages, one for each part.
 
         Raises:
+            ValueError: too few or too many arrays; nothing was taken.
             NonFiniteUpdate: as ``Encoder.encode``, of the first such group; all residuals have what is finite.
         """
 
@@ -362,6 +366,7 @@ class Groups:
                 options["before"] = self.select(before, index)
             return encoder.encode(arrays, **options)
 
+        self._check_count(update, "arrays of the update")
         # Encoders on a device return at once and work side by side. They are waited for together, after the last was
         # started.
         encoded: list[Any] = []
