@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import sys
-import threading
 from typing import Any
 
 import numpy as np
@@ -13,6 +11,8 @@ import pytest
 
 import gradwire as gw
 from gradwire.policy import FIRST_TREND
+
+from .other_threads import lets_others_run
 
 
 class Small:
@@ -248,22 +248,4 @@ def test_errors_of_a_difference_name_the_caller_s_arguments(policy: Any, dense: 
 
 def test_other_threads_run_while_a_large_residual_is_made() -> None:
     encoder = gw.Encoder(2**25, keeps_residual=False)
-    begin = threading.Lock()
-    begin.acquire()
-    calls: list[int] = []
-
-    def note() -> None:
-        with begin:
-            calls.append(1)
-
-    other = threading.Thread(target=note)
-    other.start()
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(100.0)  # from here on the other thread runs only while this one lets it
-    try:
-        begin.release()
-        encoder.make_residual()
-        assert calls
-    finally:
-        sys.setswitchinterval(interval)
-        other.join()
+    assert lets_others_run(encoder.make_residual)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import sys
-import threading
 from typing import Any
 
 import numpy as np
@@ -14,6 +12,7 @@ import gradwire as gw
 from gradwire.arrays import cuda_core
 
 from ..cuda_arrays import is_emulated, on_device, torch, update_of
+from ..other_threads import lets_others_run
 
 pytestmark = [
     pytest.mark.cuda,
@@ -140,25 +139,7 @@ def test_an_encode_on_the_caller_s_memory_gives_the_same_bytes() -> None:
 
 
 def test_other_threads_run_while_an_encoder_s_memory_is_made() -> None:
-    begin = threading.Lock()
-    begin.acquire()
-    calls: list[int] = []
-
-    def note() -> None:
-        with begin:
-            calls.append(1)
-
-    other = threading.Thread(target=note)
-    other.start()
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(100.0)  # from here on the other thread runs only while this one lets it
-    try:
-        begin.release()
-        gw.Encoder(2**24, device="cuda")
-        assert calls
-    finally:
-        sys.setswitchinterval(interval)
-        other.join()
+    assert lets_others_run(lambda: gw.Encoder(2**24, device="cuda"))
 
 
 def test_work_does_not_run_before_the_host_waits() -> None:

@@ -96,6 +96,8 @@ class Groups:
         times = Counter(tensor for group in self.groups for tensor in group.tensors or ())
         if several := [tensor for tensor in times if times[tensor] > 1]:
             raise ValueError(f"tensors {several} belong to several groups: give each to one")
+        # How many tensors the groups name, and the last of them: they are to be all of the model's.
+        self._tensors = len(times), max(times, default=-1)
         self.encoders = tuple(group.encoder for group in self.groups)
         self.numel = sum(encoder.numel for encoder in self.encoders)
         # Of encoders on a device, whose memory stays where it is: views of the residuals, and the arrays' shapes.
@@ -247,14 +249,12 @@ class Groups:
 
     def _check_count(self, arrays: Any, name: str) -> None:
         """Raise `ValueError` for a list of other tensors than the groups'."""
-        served = [group.tensors for group in self.groups if group.tensors is not None]
+        count, last = self._tensors
         # One tensor too many would never be trained, and nothing else would say so.
-        if served and isinstance(arrays, (list, tuple)):
-            indices = {index for tensors in served for index in tensors}
-            if indices != set(range(len(arrays))):
-                raise ValueError(
-                    f"{len(arrays)} {name} for groups of {len(indices)} tensors, the last of which is {max(indices)}"
-                )
+        if count and isinstance(arrays, (list, tuple)) and not count == len(arrays) == last + 1:
+            raise ValueError(
+                f"{len(arrays)} {name} for groups of {count} tensors, the last of which is {last}"
+            )
 
     def residuals(self, arrays: Sequence[Any]) -> list[NDArray[Any]]:
         """Return the residual of each of the model's arrays: a writable view in the array's shape.

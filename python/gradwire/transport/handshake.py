@@ -90,8 +90,9 @@ class LocalNode:
 
     def path_token(self, session: int, address: Address) -> int:
         """Return the token of the PINGs that a session sends to an address to find out whether its peer is there."""
-        digest = hashlib.blake2b(f"{session} {address}".encode(), key=self._path_key, digest_size=8)
-        return int.from_bytes(digest.digest(), "little")
+        path = f"{session} {address}".encode()
+        digest = hashlib.blake2b(path, key=self._path_key, digest_size=8).digest()
+        return int.from_bytes(digest, "little")
 
     def write_init(self, session: int, now_s: float) -> tuple[Handshake, bytes]:
         """Return a handshake of the session with this index, and its INIT."""

@@ -182,5 +182,5 @@ def flat_view(buffer: object) -> memoryview:
     """Return a buffer's bytes, one dimension, format "B"; raise `TypeError` if it is not contiguous."""
     view = memoryview(buffer)  # type: ignore[arg-type]
     if not view.c_contiguous:
-        raise TypeError("a buffer that is not C-contiguous: numpy.ascontiguousarray copies it")
+        raise TypeError(f"{view.nbytes} bytes are not C-contiguous: numpy.ascontiguousarray copies")
     return view.cast("B") if view.nbytes else memoryview(b"")
