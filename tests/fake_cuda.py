@@ -154,6 +154,10 @@ class Encoder:
 
         QUEUE.work.append(work)
 
+    def check_update(self, update: Any, stream: int) -> None:
+        assert stream == 0
+        self._cpu.check_update(memory_of(update))
+
     def state(self) -> dict[str, Any]:
         QUEUE.wait()
         state, stats = self._cpu.state_dict(), self._cpu.stats

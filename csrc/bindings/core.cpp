@@ -91,6 +91,11 @@ class PyEncoder {
         return encoded.skipped;
     }
 
+    // Throw as `encode` does where an update does not fit; take nothing.
+    void check_update(const py::object& update) {
+        HostArrays(update, "update").require_update(encoder_.residual(), encoder_.numel(), encoder_.dtype());
+    }
+
     py::tuple clip(double limit) {
         const Exclusive exclusive(busy_);
         Clipped clipped;
@@ -331,6 +336,7 @@ void register_encoder(py::module_& module) {
         .def("encode_dense", &PyEncoder::encode_dense, py::arg("update").none(true), py::arg("before").none(true),
              py::arg("dtype"), py::arg("key"), py::arg("step"), py::arg("skip_nonfinite"), py::arg("partition"),
              py::arg("messages"))
+        .def("check_update", &PyEncoder::check_update, py::arg("update"))
         .def("clip", &PyEncoder::clip, py::arg("limit"))
         .def("keep_residual", &PyEncoder::keep_residual)
         .def("drop_residual", &PyEncoder::drop_residual);

@@ -212,6 +212,12 @@ class PyEncoder {
         for (const py::handle message : encoded) messages.append(message);
     }
 
+    // Throw as `encode` does where an update does not fit; take nothing.
+    void check_update(const py::object& update, uintptr_t stream_number) {
+        DeviceArrays(update, "update", encoder_.device(), stream_of(stream_number))
+            .require_update(encoder_.residual(), encoder_.numel(), encoder_.dtype());
+    }
+
     // Wait for the device.
     py::dict state() {
         const Exclusive exclusive(busy_);
@@ -472,6 +478,7 @@ void register_encoder(py::module_& module) {
         .def("encode", &PyEncoder::encode, py::arg("update").none(true), py::arg("key"), py::arg("skip_nonfinite"),
              py::arg("dense"), py::arg("partition").none(true), py::arg("max_bytes"), py::arg("most_changed"),
              py::arg("outs").none(true), py::arg("stream"), py::arg("messages"))
+        .def("check_update", &PyEncoder::check_update, py::arg("update"), py::arg("stream"))
         .def("state", &PyEncoder::state)
         .def("set_state", &PyEncoder::set_state, py::arg("threshold"), py::arg("step"), py::arg("changed_at"),
              py::arg("trend"), py::arg("deviation"), py::arg("supply"))

@@ -476,6 +476,10 @@ class Encoder:
             raise
         return messages[0] if partition is None else messages
 
+    def check_update(self, update: Any) -> None:
+        """Raise as ``encode`` does where an update does not fit; take nothing."""
+        self._core.check_update(update)
+
     def _encode_ternary(
         self,
         update: Any,

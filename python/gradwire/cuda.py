@@ -207,6 +207,10 @@ class CudaEncoder(Encoder, device="cuda"):
             raise
         return messages[0] if partition is None else messages
 
+    def check_update(self, update: Any) -> None:
+        """Raise as ``encode`` does where an update does not fit; take nothing."""
+        self._device_core.check_update(update, stream_of(None, update, self._number))
+
     def set_policy(
         self, policy: ThresholdPolicy | TargetBytes, threshold: float | None = None
     ) -> None:

@@ -140,6 +140,18 @@ def test_the_other_groups_get_back_what_they_had_encoded() -> None:
     np.testing.assert_array_equal(residual_of(coder), bad)
 
 
+def test_an_update_that_does_not_fit_one_group_is_taken_by_none() -> None:
+    coder = groups("cuda")
+    share, node = alone(coder)
+    params = placed(tensors(np.zeros(NUMEL, np.float32)), "cuda")
+    wrong = tensors(update(1, 0))
+    wrong[1] = wrong[1][:-1].copy()
+    with pytest.raises(ValueError, match=r"key 1 of tensors \[1\]: update has 14 elements"):
+        share.step(placed(wrong, "cuda"), params)
+    assert node.updates == {}
+    assert not residual_of(coder).any()
+
+
 def test_a_step_that_finds_no_memory_for_copies_of_its_messages_loses_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

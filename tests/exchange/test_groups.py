@@ -130,6 +130,34 @@ def test_an_update_that_one_group_refuses_goes_into_all_residuals(
     assert share.next_step == 0
 
 
+@pytest.mark.parametrize("topology", ["mesh", "sharded"])
+@pytest.mark.parametrize("applies", [False, True])
+@pytest.mark.parametrize(
+    "misfit",
+    [
+        np.zeros((8, 40)),
+        np.zeros((8, 39), np.float32),
+        np.zeros((8, 80), np.float32)[:, ::2],
+        "a text",
+    ],
+    ids=["dtype", "size", "layout", "kind"],
+)
+def test_an_update_that_does_not_fit_one_group_is_taken_by_none(
+    topology: Any, applies: bool, misfit: Any
+) -> None:
+    shapes = [np.zeros((50, 40), np.float32), np.zeros((8, 40), np.float32)]
+    groups, params = gw.Groups.of(shapes, THRESHOLD, dense_below=1), shapes
+    share = alone(groups, topology=topology, apply_residual=applies)
+    update = [np.full_like(array, 0.7) for array in params]
+    share.step(update, params)
+    before = [array.copy() for array in params], groups.whole_residuals()[0].copy()
+    with pytest.raises((TypeError, ValueError), match=r"key 1 of tensors \[1\]: update"):
+        share.step([update[0], misfit], params)
+    assert all(map(np.array_equal, before[0], params))
+    assert np.array_equal(before[1], groups.whole_residuals()[0])
+    assert share.next_step == 1
+
+
 def test_a_peer_with_other_groups_is_refused() -> None:
     groups = gw.Groups.of(tensors(), THRESHOLD)
     other = gw.Groups.of(tensors(), THRESHOLD, dense_below=1, dense_one_dimensional=False)

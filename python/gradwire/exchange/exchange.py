@@ -365,6 +365,9 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
             raise ValueError(
                 "local steps, and encoders that keep no residual, need the update: it cannot be in the residual"
             )
+        # Local steps and a single encoder find it out before they take anything.
+        if update is not None and self._options.every == 1 and len(self._groups.encoders) > 1:
+            self._groups.check_update(update)
         if self._replica.shared and update is not None:
             self.note_written(params)
         finished = self._begin(params, optimizer_state)

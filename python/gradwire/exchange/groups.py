@@ -247,6 +247,23 @@ class Groups:
                     f"the parameters do not fit the encoder with key {encoder.key}: {error}"
                 ) from error
 
+    def check_update(self, update: Any) -> None:
+        """Refuse an update before any group takes its part of it.
+
+        Raises:
+            TypeError, ValueError: too few or too many arrays, or those of a group do not fit its encoder.
+        """
+        self._check_count(update, "arrays of the update")
+        for index, encoder in enumerate(self.encoders):
+            try:
+                encoder.check_update(self.select(update, index))
+            except (TypeError, ValueError) as error:
+                tensors = self.groups[index].tensors
+                of = "" if tensors is None else f" of tensors {reprlib.repr(list(tensors))}"
+                raise type(error)(
+                    f"the update does not fit the encoder with key {encoder.key}{of}: {error}"
+                ) from error
+
     def _check_count(self, arrays: Any, name: str) -> None:
         """Raise `ValueError` for a list of other tensors than the groups'."""
         count, last = self._tensors
