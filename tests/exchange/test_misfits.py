@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,7 @@ from gradwire.exchange.protocol import (
     run_of,
     tag_of,
 )
+from gradwire.exchange.step import Step
 from gradwire.transport import Peer
 
 from ..seeds import seeds
@@ -456,15 +458,29 @@ def test_a_run_that_begins_below_min_members_is_told_so() -> None:
             share.step(update(1, 0), params)
 
 
-def test_a_second_thread_in_an_exchange_is_refused() -> None:
-    with cluster(1) as world:
-        share = share_on(world.node(1), min_peers=0)
-        share._use.acquire()
+@pytest.mark.parametrize("has_team", [False, True])
+@pytest.mark.parametrize("by_handler", [False, True], ids=["thread", "handler"])
+def test_a_call_in_the_middle_of_another_is_refused(
+    has_team: bool, by_handler: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_step, refusals = Step.take_step, []
+
+    def interrupted(*args: Any, **options: Any) -> Any:
         with (
             ThreadPoolExecutor(1) as pool,
-            pytest.raises(RuntimeError, match="another thread is using this exchange"),
+            pytest.raises(RuntimeError, match="one exchange serves one thread") as refusal,
         ):
-            pool.submit(share.step, update(1, 0), np.zeros(NUMEL, np.float32)).result()
+            share.leave(params) if by_handler else pool.submit(share.leave, params).result()
+        refusals.append(refusal)
+        return take_step(*args, **options)
+
+    monkeypatch.setattr(Step, "take_step", interrupted)
+    with cluster(1) as world, gw.LocalTeam(f"misfits-{os.getpid()}", size=1, rank=0) as team:
+        alone = share_on(world.node(1), min_peers=0)
+        share = team.lead(alone) if has_team else alone
+        params = np.zeros(NUMEL, np.float32)
+        assert [share.step(update(1, step), params).step for step in range(2)] == [0, 1]
+    assert len(refusals) == 2
 
 
 def test_useless_densities_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:

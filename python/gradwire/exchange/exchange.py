@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ..transport import Node, Peer
     from .options import ExchangeOptions
 
-__all__ = ["Exchange", "hand_over", "take_over"]
+__all__ = ["Exchange", "hand_over", "one_at_a_time", "take_over"]
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -48,20 +48,21 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 _wait_s = functools.partial(check_seconds, "timeout_s", least=0.0)
 
 
-def _by_one_thread(method: _Method) -> _Method:
-    """Refuse a call while another thread is inside the exchange."""
+def one_at_a_time(method: _Method) -> _Method:
+    """Refuse a call of an exchange while another one runs, of another thread or one that a signal has interrupted."""
 
     @functools.wraps(method)
-    def guarded(self: Exchange, *args: Any, **options: Any) -> Any:
-        if not self._use.acquire(blocking=False):
+    def guarded(self: Any, *args: Any, **options: Any) -> Any:
+        use = self.__dict__.setdefault("_use", threading.Lock())
+        if not use.acquire(blocking=False):
             raise RuntimeError(
-                "another thread is using this exchange: one exchange serves one thread; threads of one machine share "
-                "a LocalTeam"
+                "this exchange is in the middle of another call: one exchange serves one thread, and threads of one "
+                "machine share a LocalTeam; a signal's handler sets a flag, to act on after the step"
             )
         try:
             return method(self, *args, **options)
         finally:
-            self._use.release()
+            use.release()
 
     return guarded  # type: ignore[return-value]
 
@@ -134,8 +135,6 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
         self._start = parts.start
         self._step = parts.step
         self._stats = ExchangeStats(codec=checked.codec)
-        # Reentrant, because ``resync`` calls ``join``.
-        self._use = threading.RLock()
         self._optimizer_state: NodeState = NO_STATE  # of the last step, for newcomers
         self._meter = Meter(checked, groups, self._replica.residuals_on_host)
         self.listeners: list[Listener] = self._meter.listeners
@@ -246,7 +245,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
             self._start.wait_for_peers()
         return self.members
 
-    @_by_one_thread
+    @one_at_a_time
     def join(
         self, params: Any, optimizer_state: OptimizerState = (), *, equalize: bool = False
     ) -> Joined:
@@ -266,6 +265,11 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
             Mismatch: as ``wait_for_peers``, or the parameters have other shapes or dtypes.
             TypeError, ValueError: as ``step``.
         """
+        return self._enter(params, optimizer_state, equalize=equalize)
+
+    def _enter(
+        self, params: Any, optimizer_state: OptimizerState, *, equalize: bool = False
+    ) -> Joined:
         self._groups.check_params(params)
         state = as_state(optimizer_state)
         if isinstance(state, FixedState):
@@ -278,7 +282,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
         self._start.announce_params(params, shared_state)
         return _become_member(self, params, state, shared_state if equalize else None)
 
-    @_by_one_thread
+    @one_at_a_time
     def resync(self, params: Any, optimizer_state: OptimizerState = ()) -> Joined:
         """Take parameters, step and optimiser's state from a member again: after `Diverged`, or after a long pause.
 
@@ -289,9 +293,9 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
         has_others = self._membership.peers or self._membership.introductions.interrupted
         if self._membership.phase is Phase.IN and has_others:
             self._departure.rejoin("resync")
-        return self.join(params, optimizer_state)
+        return self._enter(params, optimizer_state)
 
-    @_by_one_thread
+    @one_at_a_time
     def leave(self, params: Any, optimizer_state: OptimizerState = ()) -> StepResult:
         """Send residual and local steps as this node's last update; the others go on without this node.
 
@@ -303,7 +307,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
             raise ValueError('role="observer" has no last update to send: just close its node')
         if self._membership.phase is Phase.LEAVING:
             return StepResult(step=self.next_step)
-        self.note_written(params)
+        self._take_written(params)
         finished = self._begin(params, optimizer_state)
         finished = self._finish_earlier(params) or finished
         sharding = self._replica.sharding
@@ -316,7 +320,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
         self._replica.remember(params)
         return result
 
-    @_by_one_thread
+    @one_at_a_time
     def note_written(self, params: Any, values: Sequence[NDArray[Any]] | None = None) -> bool:
         """Take over values that were written into ``params`` since the last call; return whether there are any.
 
@@ -328,6 +332,9 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
             params: as in ``step``.
             values: what was written; None: compare ``params`` with what they were.
         """
+        return self._take_written(params, values)
+
+    def _take_written(self, params: Any, values: Sequence[NDArray[Any]] | None = None) -> bool:
         if written := self._step.written_values(params, values):
             self._finish_earlier(params)
             self._step.take_written(params, written)
@@ -335,7 +342,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
-    @_by_one_thread
+    @one_at_a_time
     @_metered
     def step(self, update: Any, params: Any, optimizer_state: OptimizerState = ()) -> StepResult:
         """Send this node's update and add all members' to the parameters.
@@ -369,7 +376,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
         if update is not None and self._options.every == 1 and len(self._groups.encoders) > 1:
             self._groups.check_update(update)
         if self._replica.shared and update is not None:
-            self.note_written(params)
+            self._take_written(params)
         finished = self._begin(params, optimizer_state)
         # Local steps change the parameters at once, so the update of the exchange is what the parameters have moved by.
         if self._options.every > 1:
@@ -384,7 +391,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
         self._end_step(result, params)
         return result or finished or StepResult(step=self.next_step)
 
-    @_by_one_thread
+    @one_at_a_time
     @_metered
     def step_moved(self, params: Any, optimizer_state: OptimizerState = ()) -> StepResult:
         """Like ``step``, after the caller's optimiser has moved ``params``: the movement is the update.
@@ -408,7 +415,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
             _wait_before_exchange(self, params)
         return _take_local_step(self, params, finished)
 
-    @_by_one_thread
+    @one_at_a_time
     def catch_up(self, params: Any, timeout_s: float = 0.0) -> int:
         """Add the messages that are still to come, without sending any: before an evaluation, or at the end.
 
@@ -434,7 +441,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
         self.wait_for_peers()
         return self._step.catch_up(params, self._optimizer_state, _wait_s(timeout_s))
 
-    @_by_one_thread
+    @one_at_a_time
     def follow(
         self, params: Any, optimizer_state: OptimizerState = (), *, timeout_s: float = 0.0
     ) -> int:
@@ -599,7 +606,7 @@ def resume_number(exchange: Exchange) -> int:
 # ---- one exchange after another --------------------------------------------------------------------------------------
 
 
-@_by_one_thread
+@one_at_a_time
 @_metered
 def hand_over(
     exchange: Exchange, params: Any, optimizer_state: OptimizerState = (), update: Any = None

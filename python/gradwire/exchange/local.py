@@ -566,8 +566,6 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
     has_local_steps = False
     takes_devices = False  # the team's memory is the host's
     is_settled = True  # all workers' parameters are the team's after every call
-    rank = 0  # this worker's place in the team; 0 has the node
-    workers = 1  # of the team
     present = property(lambda self: self.team.present)  # how many took part in the last call
     members: tuple[Peer, ...] = ()  # the machine's, after the first call
 
@@ -582,7 +580,7 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
         self.agreement = Agreement() if exchange is None else exchange.agreement
         self._written: Arrays = []  # by the caller, since the last call
         self._loaded_step = 0  # of a checkpoint, where the leader has the rest
-        self.rank, self.workers = team.rank, team.workers
+        self.rank, self.workers = team.rank, team.workers  # 0 has the node
         self.total_workers = team.workers  # of all machines, after the first call
 
     @property
@@ -757,6 +755,7 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
             )
         self._loaded_step = int(state["step_number"])
 
+    @single.one_at_a_time
     def _call_together(
         self,
         name: str,
@@ -804,7 +803,7 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
             team.end_call(call)
         except BaseException as error:
             # The others go on with the update of a worker that is interrupted, and it would be a call behind.
-            if self.exchange is None and not isinstance(error, Exception):
+            if self.exchange is None and not isinstance(error, (TimeoutError, PeerLost)):
                 team.close(has_failed=True)
             raise
         self._written = []
