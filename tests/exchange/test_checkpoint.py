@@ -347,6 +347,7 @@ def test_a_state_that_lacks_something_is_refused() -> None:
         {"outer_velocity": [np.zeros(3, np.float32)]},
         {"shared": [np.full(6, np.inf, np.float32)]},
         {"shared": [None]},
+        {"shared": [np.full(6, "x")]},
         {"shared": None},
         {"step": -1},
         {"step": "3"},
@@ -354,7 +355,10 @@ def test_a_state_that_lacks_something_is_refused() -> None:
         {"step_number": None},
         {"step_number": "1"},
         {"local_steps": 1.5},
+        {"step": 2**64},
         {"agreement": []},
+        {"agreement": [10**400, 1.0, 1.0]},
+        {"median": 10**400},
         {"agreement": "x"},
         {"last_updates": None},
         {"last_updates": ["x"]},
@@ -381,6 +385,43 @@ def test_damaged_values_are_refused_before_anything_is_loaded(damage: dict[str, 
         with pytest.raises(ValueError, match=r"\w"):
             resumed.load_state_dict({**saved.state_dict(), **damage})
         assert pickle.dumps(resumed.state_dict()) == before
+
+
+def test_a_state_whose_arrays_became_lists_loads_nothing_or_all_of_itself() -> None:
+    with gw.Node("127.0.0.1:0", secret=bytes(range(32))) as node:
+
+        def exchange() -> gw.Exchange:
+            encoder = gw.Encoder(3, threshold=0.5, dtype="float64")
+            return gw.Exchange(encoder, node, min_peers=0, apply_residual=True)
+
+        saved, params = exchange(), np.zeros(3)
+        saved.step(np.array([0.75, 0.25, -0.5]), params)
+        state = saved.state_dict(params)
+        lists = {**state, "shared": [array.tolist() for array in state["shared"]]}
+        resumed = exchange()
+        resumed.load_state_dict(lists)
+        again = resumed.state_dict()
+        assert [array.tolist() for array in again["shared"]] == lists["shared"]
+        assert again["encoders"][0]["residual"].tolist() == [0.25, 0.25, 0.0]
+
+
+def test_a_state_whose_numbers_became_numpy_s_goes_on() -> None:
+    update = np.array([0.75, 0.25, -0.5], np.float32)
+    with gw.Node("127.0.0.1:0", secret=bytes(range(32))) as node:
+
+        def exchange() -> gw.Exchange:
+            return gw.Exchange(gw.Encoder(3, threshold=0.5), node, min_peers=0, every=2)
+
+        saved, params = exchange(), np.zeros(3, np.float32)
+        for _ in range(3):
+            saved.step(update, params)
+        state = saved.state_dict(params)
+        resumed = exchange()
+        names = "step", "local_steps", "step_number"
+        resumed.load_state_dict({**state, **{name: np.int64(state[name]) for name in names}})
+        assert resumed.step_number == 3
+        # Their introductions carry the number of the step as JSON.
+        assert resumed.step(update, params).step == 1
 
 
 def test_what_has_connections_or_shared_memory_refuses_to_be_copied() -> None:

@@ -17,7 +17,7 @@ from ..arrays import copies, layouts, on_host, views, zeros_like
 from ..codec import Encoder
 from ..partition import Partition
 from ..policy import whole
-from ..state import EncoderState, check_format
+from ..state import EncoderState, check_format, check_range
 from .consistency import digest_of
 from .groups import Groups, split_by_tensor
 from .options import Reduction
@@ -113,25 +113,33 @@ def load_state(state: dict[str, Any], replica: Replica, every: int) -> None:
         ValueError: the state is of another format, model or kind of exchange.
     """
     _check_keys(state)
-    # Everything is checked before anything is loaded.
+    # Everything is checked and converted before anything is loaded. NumPy's integers, as which some formats of files
+    # keep numbers, would not travel in messages.
     try:
         states = _checked(state, replica)
-    except (AttributeError, LookupError, TypeError) as error:
+        step = check_range("step", state["step"], 0, 2**63)
+        local_steps = check_range("local_steps", state["local_steps"], 0, 2**63)
+        median = float(state.get("median", 0.0))  # older states have none
+        previous = [np.array(sample, np.float32) for sample in state["last_updates"]]
+        velocity = copies([np.asarray(array) for array in state["outer_velocity"]])
+        shared = copies([np.asarray(array) for array in state["shared"]])
+        sample = next((np.array(each, np.float64) for each in state.get("sample", ())), None)
+        written = next(map(_written_of, state.get("unsettled", ())), None)
+        agreement = checked_state(state["agreement"])
+    except (AttributeError, LookupError, OverflowError, TypeError) as error:
         raise ValueError(f"{_WHAT} cannot be read: {error!r}") from error
     total = replica.total
     for encoder, saved in zip(replica.groups.encoders, states, strict=True):
         encoder.load_state_dict(saved)
     if isinstance(total, MomentumSum):
-        total.load_velocity(state["outer_velocity"])
-    replica.agreement.load(state["agreement"])
-    replica.agreement.load_previous(state["last_updates"], float(state.get("median", 0.0)))
-    sample = next((np.array(each, np.float64) for each in state.get("sample", ())), None)
-    written = next(map(_written_of, state.get("unsettled", ())), None)
-    replica.load_shared(copies(state["shared"]), sample, written)
+        total.load_velocity(velocity)
+    replica.agreement.load(agreement)
+    replica.agreement.load_previous(previous, median)
+    replica.load_shared(shared, sample, written)
     # Who owns which part is known only when the training begins, perhaps with other nodes: until then the owner's state
     # is kept as it is.
-    replica.load(state["step"], state["local_steps"], state["owner"])
-    number = state["step"] * every + state["local_steps"]
+    replica.load(step, local_steps, state["owner"])
+    number = step * every + local_steps
     if state.get("step_number", number) != number:
         _LOG.warning(
             "saved at step %d, with another number of local steps: step_number begins at %d, which is %d exchanges of "
@@ -177,8 +185,6 @@ def _checked(state: dict[str, Any], replica: Replica) -> Sequence[dict[str, Any]
         raise ValueError(f"{_WHAT} has {len(states)} encoders, this exchange {len(encoders)}")
     for encoder, saved in zip(encoders, states, strict=True):
         EncoderState.of(saved, encoder.numel, encoder.dtype)
-    whole("step", state["step"], least=0)
-    whole("local_steps", state["local_steps"], least=0)
     whole("step_number", state.get("step_number", 0), least=0)  # older states have none
     for name in ("shared", "outer_velocity"):
         arrays = [np.asarray(array) for array in state[name]]
@@ -193,8 +199,6 @@ def _checked(state: dict[str, Any], replica: Replica) -> Sequence[dict[str, Any]
         raise ValueError(f"agreement {state['agreement']!r}: {error}") from error
     if not 0.0 <= float(state.get("median", 0.0)) < math.inf:  # older states have none
         raise ValueError(f"median is {state['median']}")
-    for sample in state["last_updates"]:
-        np.asarray(sample, np.float32)
     for sample in state.get("sample", ()):  # older states have none
         numel = sample_of([np.asarray(array) for array in state["shared"]]).size
         if np.asarray(sample, np.float64).shape != (numel,):
