@@ -240,6 +240,8 @@ def test_deeplearning4j_s_form_gives_its_documentation_s_figure() -> None:
         ("density", 1.5),
         ("owners", 5),
         ("frame_bytes", -1),
+        ("elements", 10**400),
+        ("step_s", 10**400),
     ],
 )
 def test_impossible_numbers_are_refused_by_name(name: str, value: float) -> None:

@@ -509,8 +509,9 @@ def dl4j_scalability(
 
 
 def _check(name: str, value: float, least: float, most: float) -> None:
-    if not least <= as_number(name, value) <= most or value == math.inf:
+    number = as_number(name, value)
+    if not least <= number <= most or number == math.inf:
         bounds = (
             f"at least {least:g}" if most == math.inf else f"from {least:,.15g} to {most:,.15g}"
         )
-        raise ValueError(f"{name} is {value:g}, must be {bounds}")
+        raise ValueError(f"{name} is {number:g}, must be {bounds}")
