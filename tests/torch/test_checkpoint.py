@@ -290,6 +290,29 @@ def test_a_state_of_another_way_to_hold_the_residual_is_refused() -> None:
     assert not again.state
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [{"local": (None,)}, {"local": "x"}, {"rounded": None}, "shared", "owner"],
+    ids=str,
+)
+def test_nothing_is_loaded_of_a_state_whose_parameters_cannot_be_read(damage: Any) -> None:
+    net, optimizer = trained()
+    weights = copy.deepcopy(net.state_dict())
+    state = optimizer.state_dict()
+    if isinstance(damage, str):
+        del state["gradwire"][damage]
+    else:
+        state["gradwire"] |= damage
+    resumed = share(net_again := model())
+    net_again.load_state_dict(weights)
+    with pytest.raises(ValueError, match=r"nothing was loaded|zip"):
+        resumed.load_state_dict(state)
+    again = resumed.state_dict()
+    assert not again["state"]
+    assert again["gradwire"]["step"] == 0
+    assert not any(saved["residual"].any() for saved in again["gradwire"]["encoders"])
+
+
 def test_states_are_merged_for_another_number_of_nodes() -> None:
     net, optimizer = trained()
     state = optimizer.state_dict()

@@ -179,44 +179,54 @@ class LoadedState:
         self.written = {index: None for index, flag in enumerate(flags) if flag}
         state = _map_leaves(stored, torch.Tensor, lambda tensor: tensor.cpu().numpy())
         bases = list(params)
-        if "encoders" not in state:
-            exchange.load_state_dict(state)  # of a worker, whose leader has the rest
-        else:
-            shared = [
-                array if kept is None else kept
-                for array, kept in zip(bases, state["shared"] or nothing, strict=True)
-            ]
-            if isinstance(state["owner"], (list, tuple)):
-                [state["owner"]] = state["owner"]
-            # Some of torch's functions drop empty tuples.
-            state |= {name: list(state.get(name, ())) for name in _LISTS}
-            # Infinite elements are no part of any sum.
-            finite = [
-                np.where(is_infinite, array.dtype.type(0), array) if is_infinite.any() else array
-                for array in shared
-                for is_infinite in [np.isinf(array)]
-            ]
-            for index in self.written:
-                if half_dtypes[index] is None:
-                    self.written[index] = torch.from_numpy(shared[index])
-            encoders = state["encoders"]
-            if any(values is not None for values in self.written.values()):
-                encoders = self._without_written(state, finite)
-            exchange.load_state_dict({**state, "shared": finite, "encoders": encoders})
-            if "digest" in state and digest_of(shared) != state["digest"]:
-                return None
-            bases = list(params_of({**state, "shared": shared}))
-        own = [_unpack(*pair) for pair in zip(local, map(torch.from_numpy, bases), strict=True)]
-        rounded = [
-            tensor.to(dtype)
-            for tensor, dtype in zip(own, half_dtypes, strict=True)
-            if dtype is not None
-        ]
-        self.is_restored = True
-        return (
-            [tensor.numpy() for tensor in own],
-            [_unpack(*pair) for pair in zip(halves, rounded, strict=False)],
-        )
+        values: Values | None = None
+        try:
+            is_held = True
+            if "encoders" in state:  # of a worker its leader has the rest
+                shared = [
+                    array if kept is None else kept
+                    for array, kept in zip(bases, state["shared"] or nothing, strict=True)
+                ]
+                if isinstance(state["owner"], (list, tuple)):
+                    [state["owner"]] = state["owner"]
+                # Some of torch's functions drop empty tuples.
+                state |= {name: list(state.get(name, ())) for name in _LISTS}
+                is_held = "digest" not in state or digest_of(shared) == state["digest"]
+                if is_held:
+                    bases = list(params_of({**state, "shared": shared}))
+                # Infinite elements are no part of any sum.
+                state["shared"] = [
+                    np.where(is_infinite, array.dtype.type(0), array)
+                    if is_infinite.any()
+                    else array
+                    for array in shared
+                    for is_infinite in [np.isinf(array)]
+                ]
+                for index in self.written:
+                    if half_dtypes[index] is None:
+                        self.written[index] = torch.from_numpy(shared[index])
+                if any(written is not None for written in self.written.values()):
+                    state["encoders"] = self._without_written(state, state["shared"])
+            if is_held:
+                tensors = map(torch.from_numpy, bases)
+                own = [_unpack(*pair) for pair in zip(local, tensors, strict=True)]
+                rounded = [
+                    tensor.to(dtype)
+                    for tensor, dtype in zip(own, half_dtypes, strict=True)
+                    if dtype is not None
+                ]
+                values = (
+                    [tensor.numpy() for tensor in own],
+                    [_unpack(*pair) for pair in zip(halves, rounded, strict=False)],
+                )
+        except (AttributeError, LookupError, RuntimeError, TypeError) as error:
+            raise ValueError(
+                f"the state of the exchange cannot be read, and nothing was loaded: {error!r}"
+            ) from error
+        # Last, because nothing after it can fail: the exchange would keep a residual whose parameters were not loaded.
+        exchange.load_state_dict(state)
+        self.is_restored = values is not None
+        return values
 
     def _without_written(
         self, state: dict[str, Any], shared: list[NDArray[Any]]
