@@ -12,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 import gradwire as gw
+from gradwire.exchange.parameters import _fingerprint
 
 from .cluster import FakeNode, cluster, run_cluster
 
@@ -504,3 +505,13 @@ def test_what_is_noted_twice_before_an_exchange_loses_no_message(
     put_in = sum(update(rank, step) for rank in range(2) for step in range(13))
     for shared in run_cluster(work, count=2, seed=1):
         np.testing.assert_array_equal(shared, put_in + np.float32(0.125 * len(writes)))
+
+
+def test_what_is_remembered_of_small_tensors_is_as_small_as_they_are() -> None:
+    params = [np.full(4, index, np.float32) for index in range(100)]
+    marks = _fingerprint(params)
+    assert sum(len(mark) for mark in marks if isinstance(mark, bytes)) <= 100 * 16
+    params[70][2] = -1.0
+    assert [index for index, mark in enumerate(_fingerprint(params)) if mark != marks[index]] == [
+        70
+    ]
