@@ -618,6 +618,39 @@ def test_workers_have_the_time_to_save_when_the_run_is_ended(
     assert run.returncode == 128 + end
 
 
+def _ignore_sighup() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+def test_a_run_under_nohup_goes_on_without_its_terminal(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("""
+import os, signal, sys, time
+
+def save(*_):
+    for _ in range(2):
+        os.kill(os.getppid(), signal.SIGHUP)
+        time.sleep(0.3)
+    print("saved", flush=True)
+    sys.exit(0)
+
+signal.signal(signal.SIGTERM, save)
+os.kill(os.getppid(), signal.SIGHUP)
+time.sleep(0.3)
+os.kill(os.getppid(), signal.SIGTERM)
+time.sleep(20)
+""")
+    done = subprocess.run(
+        [sys.executable, "-m", "gradwire", "run", "-n", "1", str(script)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        preexec_fn=_ignore_sighup,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 128 + signal.SIGTERM
+    assert done.stdout == "[0] saved\n"
+
+
 @pytest.mark.parametrize("how", ["--grace 0.2", "a second signal"])
 def test_workers_that_do_not_end_are_killed(how: str, tmp_path: Path) -> None:
     run = start_run(tmp_path, how if how[0] == "-" else "", "stays")

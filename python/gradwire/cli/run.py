@@ -123,8 +123,13 @@ def run_all(
     workers: list[subprocess.Popen[str]] = []
     readers: list[threading.Thread] = []
     lock = threading.Lock()
-    handlers = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    handlers[signal.SIGINT] = signal.getsignal(signal.SIGINT)
+    handlers = {
+        number: handler
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        if (handler := signal.getsignal(number)) != signal.SIG_IGN  # as nohup asks
+    }
+    for number in handlers.keys() - {signal.SIGINT}:
+        signal.signal(number, leave)
     try:
         for rank, environment in enumerate(places):
             worker = subprocess.Popen(  # noqa: S603  (the user's own script)
@@ -161,7 +166,7 @@ def run_all(
             _wait_for(workers, grace_s, threading.Event())
         return 130
     finally:
-        _end(workers, grace_s)
+        _end(workers, grace_s, handlers)
         free_leftovers()  # of rank 0, if it was killed
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -187,10 +192,12 @@ def leave(number: int, _: object) -> None:
     raise SystemExit(128 + number)
 
 
-def _end(workers: list[subprocess.Popen[str]], grace_s: float) -> None:
+def _end(
+    workers: list[subprocess.Popen[str]], grace_s: float, numbers: Iterable[signal.Signals]
+) -> None:
     """End the workers that still run: politely, then not; whoever sends a second signal does not want to wait."""
     is_urgent = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in numbers:
         signal.signal(number, lambda *_: is_urgent.set())
     for worker in workers:
         worker.terminate()
