@@ -273,6 +273,29 @@ with links(2, 100.0) as (_, description):
     assert not [*Path("/run/netns").glob(f"gwdemo-{process.pid}*")]
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_an_ended_demo_ends_its_workers_whatever_its_links(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    code = f"""
+import os, signal, time
+from gradwire.cli.demo.link import links
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
+with links(2, 0.0):
+    try:
+        os.kill(os.getpid(), {number:d})
+        time.sleep(60)
+    finally:
+        print("the workers are ended")
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment
+    )
+    assert done.returncode == 128 + number
+    assert done.stdout == "the workers are ended\n"
+
+
 def train_both_ways(recipe: Recipe) -> tuple[Run, Run]:
     """Train with whole updates and with gradwire, and check what holds for every recipe."""
     dense = train(replace(recipe, dense=True), lambda _: None)

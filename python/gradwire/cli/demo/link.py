@@ -69,16 +69,17 @@ def links(workers: int, mbit: float, latency_s: float = 0.0) -> Iterator[tuple[l
     Raises:
         OSError: there is a latency, which only the kernel can add, and this user may not make network namespaces.
     """
-    if not mbit:
-        yield [Link()] * workers, "over loopback, whose rate is not limited"
-        return
     name = f"gwdemo-{os.getpid()}"
     spaces = [f"{name}-{number}" for number in range(workers)]
     with contextlib.ExitStack() as stack:
-        # The kernel keeps namespaces until they are removed, which the signals' own ways to end a process leave out.
+        # The kernel keeps namespaces, and workers run on, until they are ended, which the signals' own ways to end a
+        # process leave out.
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # as nohup asks
                 stack.callback(signal.signal, number, signal.signal(number, leave))
+        if not mbit:
+            yield [Link()] * workers, "over loopback, whose rate is not limited"
+            return
         try:
             built = _build(name, spaces, mbit, latency_s, stack)
         except (OSError, subprocess.CalledProcessError) as error:
