@@ -146,6 +146,13 @@ def test_a_value_error_of_the_script_shows_where_it_comes_from(tmp_path: Path) -
     assert "[0] ValueError: invalid literal for int()" in done.stderr
 
 
+def test_an_interrupted_comparison_is_no_failed_training(tmp_path: Path) -> None:
+    # A terminal interrupts the processes, too.
+    done = run(tmp_path, "raise KeyboardInterrupt", "compare", "-n", "2")
+    assert done.returncode == 130
+    assert done.stderr == "gradwire: interrupted\n"
+
+
 @pytest.mark.slow
 def test_a_script_that_fails_shows_its_own_error(tmp_path: Path) -> None:
     done = compared(tmp_path, more="undefined")

@@ -10,6 +10,7 @@ import io
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import traceback
@@ -182,7 +183,10 @@ def _run_kind(
             raise _Failed(f"the training with {task['kind']} failed")
         return
     output = io.StringIO()
-    if run_all(command, under_way, _GRACE_S, output, output):
+    status = run_all(command, under_way, _GRACE_S, output, output)
+    if status == 128 + signal.SIGINT:
+        raise KeyboardInterrupt
+    if status:
         last = "\n".join(output.getvalue().splitlines()[-_TAIL_LINES:])
         raise _Failed(f"the training with {task['kind']} failed:\n{last}")
 
