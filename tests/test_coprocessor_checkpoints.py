@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import itertools
 import json
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,24 @@ def test_a_checkpoint_of_other_arrays_is_refused(cluster: Cluster, tmp_path: Pat
     cluster.host(path=tmp_path / "checkpoint").save()
     with pytest.raises(gw.Mismatch, match=r"the checkpoint .* is of .*\[3, 5\].* not of .*\[22\]"):
         cluster.host(params=[np.zeros(22, np.float32)], path=tmp_path / "checkpoint")
+
+
+def test_a_checkpoint_that_does_not_fit_the_disk_leaves_the_last_one_alone(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "checkpoint"
+    host = cluster.host(path=path)
+    host.save()
+    saved = path.read_bytes()
+
+    def fail(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="No space left"):
+        host.save()
+    assert path.read_bytes() == saved
+    assert list(tmp_path.glob("checkpoint*")) == [path]
 
 
 @pytest.mark.torch

@@ -24,7 +24,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -514,11 +514,12 @@ class Host(AbstractContextManager["Host"]):
                 "taken": [[run.id, run.taken] for run in self._runs.values()],
             }
             temporary = self._path.with_name(self._path.name + ".tmp")
-            with temporary.open("wb") as file:
+            with ExitStack() as stack, temporary.open("wb") as file:
+                stack.callback(temporary.unlink, missing_ok=True)  # a part would keep a disk full
                 _write_arrays(file, document, arrays)
                 file.flush()
                 os.fsync(file.fileno())
-            temporary.replace(self._path)
+                temporary.replace(self._path)
         for run in self._runs.values():
             run.saved = run.taken
 
