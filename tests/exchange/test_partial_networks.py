@@ -166,6 +166,34 @@ def test_a_node_that_connects_late_with_one_after_the_other_lacks_nobody(
     assert_identical([*trainers, newcomer])
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_a_member_that_computes_while_a_node_joins_is_not_called_unreachable(
+    way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with cluster(1) as world:
+        how = {**WAYS[way], "timeout_s": 60.0, "start_timeout_s": 1_000.0}
+        trainers = [trainer(world, node_id, 1, how) for node_id in (10, 20)]
+        world.run(until=lambda: len(trainers[0].results) > 5)
+        busy = trainers[1]
+        step = busy.share.step
+        computes: list[bool] = []
+
+        def compute_and_step(*args: Any) -> gw.StepResult:
+            busy.share.step = step  # type: ignore[method-assign]
+            computes.append(True)
+            world.compute(busy.node, 20.0)
+            return step(*args)
+
+        busy.share.step = compute_and_step  # type: ignore[assignment,method-assign]
+        world.run(until=lambda: bool(computes))
+        trainers.append(trainer(world, 30, 1, how))
+        world.run()
+    assert "this node joins" in caplog.text
+    assert "cannot reach" not in caplog.text
+    if way != "async":
+        assert_identical(trainers)
+
+
 def test_the_others_wait_for_a_lowest_node_that_has_said_something_and_is_busy() -> None:
     with cluster(1) as world:
         how = {"start_timeout_s": 1_000.0}

@@ -745,7 +745,9 @@ class Trainings:
         if self._membership.phase is Phase.NEW:
             new = introductions.compatible(Phase.NEW).values()
             named.update(run for hello in new for run in hello.sees)
-        return named - {self._membership.run} - introductions.hellos.keys()
+        # A connected node that computes introduces itself after its step.
+        connected = set(map(introductions.register, self._router.node.peers))
+        return named - {self._membership.run} - introductions.hellos.keys() - connected
 
     def give_way_to_unseen(self) -> None:
         """Join again where another asynchronous node has come in that this node does not see.
