@@ -13,8 +13,9 @@ import pytest
 
 torch: Any = pytest.importorskip("torch", reason="torch is not installed")
 
+from gradwire.agreement import Agreement  # noqa: E402
 from gradwire.policy import default_policy  # noqa: E402
-from gradwire.torch.judge import group_numbers, judge  # noqa: E402
+from gradwire.torch.judge import group_numbers, judge, pace_of  # noqa: E402
 
 from .places import (  # noqa: E402
     Share,
@@ -339,6 +340,38 @@ def test_adaptive_steps_and_decay_are_shorter_by_what_an_outer_momentum_adds(
         flat(net) - begin, scale * (flat(plain) - begin), rtol=1e-3, atol=1e-6
     )
     assert shared.param_groups[0].get("weight_decay") == alone.param_groups[0].get("weight_decay")
+
+
+@pytest.mark.parametrize("resting", [0, 1])
+def test_the_factor_stays_what_it_is_where_a_group_rests_for_a_while(resting: int) -> None:
+    nets = [model() for _ in range(2)]
+    optimizers = [
+        torch.optim.AdamW([{"params": net[0].parameters()}, {"params": net[2].parameters()}])
+        for net in nets
+    ]
+    judgement = judge(optimizers[0])
+    agreements = [Agreement() for _ in nets]
+    generator = torch.Generator().manual_seed(0)
+    factors = []
+    for step in range(280):
+        sketches = []
+        for net, optimizer, agreement in zip(nets, optimizers, agreements, strict=True):
+            agreement.start(judgement.momentum)
+            optimizer.param_groups[resting]["lr"] = 0.0 if 60 <= step < 80 else 0.001
+            for param in net.parameters():
+                param.grad = 1.0 + torch.randn(param.shape, generator=generator)
+            before = flat(net)
+            agreement.set_pace(*pace_of(optimizer, judgement, 1.0))
+            optimizer.step()
+            agreement.measure(step, [(flat(net) - before).double().numpy()])
+            measured = agreement.take_own()
+            if agreement.takes(step) and measured is not None and measured.sketch is not None:
+                sketches.append(measured.sketch)
+        agreements[0].add(sketches)
+        factors.append(agreements[0].factor)
+    # From whole updates, which agree more than gradients do, it would be 1.02.
+    assert factors[59] > 1.1
+    assert factors[279] == pytest.approx(factors[59], abs=0.05)
 
 
 def test_many_groups_with_rates_of_their_own_are_numbered_in_little_time() -> None:

@@ -233,11 +233,14 @@ def pace_of(
         judgement: of it.
         factor: of the learning rate.
     """
-    rate = optimizer.param_groups[0].get("lr")
+    rates: list[Any] = [group.get("lr") for group in optimizer.param_groups]
     # One on a device would have to be waited for.
-    is_known = judgement.follows_rate and not (isinstance(rate, torch.Tensor) and rate.is_cuda)
+    on_device = any(isinstance(rate, torch.Tensor) and rate.is_cuda for rate in rates)
     momentum = (_momentum_of(optimizer) or judgement.momentum) if judgement.momentum else 0.0
-    return (abs(float(rate)) * factor if is_known else factor) or 1.0, momentum
+    if on_device or not judgement.follows_rate:
+        return factor, momentum
+    # The largest: a group may be at rest, with a rate of zero, while the others move on.
+    return max(abs(float(rate)) for rate in rates) * factor or 1.0, momentum
 
 
 def _is_rate(rate: Any) -> bool:
