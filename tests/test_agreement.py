@@ -348,17 +348,20 @@ def test_a_node_that_is_always_far_too_long_is_shortened_always_and_named_seldom
     assert len(outliers_in(caplog)) == 4 * (1 + int(math.log2(STEPS)))
 
 
-def test_steps_that_grow_on_all_nodes_are_whole_again_after_a_few(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("jump", [45, 48])
+@pytest.mark.parametrize("options", [{}, {"topology": "sharded"}], ids=str)
+def test_steps_that_grow_on_all_nodes_are_whole_again_after_the_first(
+    jump: int, options: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.ERROR, "gradwire")
+    caplog.set_level(logging.WARNING, "gradwire")
 
     # A rate that is 0 at first, and jumps later.
     def factor_at(_rank: int, step: int) -> float:
-        return 0.0 if step == 0 else 1.0 if step < 45 else 50.0
+        return 0.0 if step == 0 else 1.0 if step < jump else 50.0
 
-    for _, count in trained(3, factor_at, limit_outliers=True):
-        assert 1 <= count <= 4
+    results = trained(3, factor_at, limit_outliers=True, **options)
+    assert [count for _, count in results] == [1, 1, 1]
+    assert outliers_in(caplog) == []
 
 
 @pytest.mark.parametrize(

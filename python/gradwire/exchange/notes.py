@@ -114,9 +114,13 @@ class Notes:
         # By node, because the order of a sum decides about its bits.
         of_step = {run: notes[run].get(step, _EMPTY) for run in sorted(notes)}
         norms = {run: note.norm for run, note in of_step.items() if note.norm is not None}
-        if agreement.takes(step):
+        is_told = agreement.takes(step)
+        if is_told:
             sketches = [note.sketch for note in of_step.values()]
             agreement.add([sketch for sketch in sketches if sketch is not None])
+        outliers = list(norms)
+        # In other steps only those tell whose update was too long: all of them after a jump of the learning rate.
+        if is_told or 0 < len(norms) == len(of_step):
             outliers = agreement.add_norms(norms)
             if agreement.has_found_equal_updates:
                 _LOG.warning(
@@ -125,8 +129,6 @@ class Notes:
                     "DistributedSampler(data, num_replicas=..., rank=...)",
                     self._introductions.step_number(step),
                 )
-        else:
-            outliers = list(norms)  # nobody else tells of such a step
         for run in outliers:
             self._log_outlier(run, step, norms[run])
 
