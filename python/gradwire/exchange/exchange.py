@@ -267,9 +267,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
         """
         return self._enter(params, optimizer_state, equalize=equalize)
 
-    def _enter(
-        self, params: Any, optimizer_state: OptimizerState, *, equalize: bool = False
-    ) -> Joined:
+    def _enter(self, params: Any, optimizer_state: OptimizerState, *, equalize: bool) -> Joined:
         self._groups.check_params(params)
         state = as_state(optimizer_state)
         if isinstance(state, FixedState):
@@ -293,7 +291,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
         has_others = self._membership.peers or self._membership.introductions.interrupted
         if self._membership.phase is Phase.IN and has_others:
             self._departure.rejoin("resync")
-        return self._enter(params, optimizer_state)
+        return self._enter(params, optimizer_state, equalize=False)
 
     @one_at_a_time
     def leave(self, params: Any, optimizer_state: OptimizerState = ()) -> StepResult:

@@ -566,6 +566,8 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
     has_local_steps = False
     takes_devices = False  # the team's memory is the host's
     is_settled = True  # all workers' parameters are the team's after every call
+    rank = property(lambda self: self.team.rank)  # 0 has the node
+    workers = property(lambda self: self.team.workers)
     present = property(lambda self: self.team.present)  # how many took part in the last call
     members: tuple[Peer, ...] = ()  # the machine's, after the first call
 
@@ -580,7 +582,6 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
         self.agreement = Agreement() if exchange is None else exchange.agreement
         self._written: Arrays = []  # by the caller, since the last call
         self._loaded_step = 0  # of a checkpoint, where the leader has the rest
-        self.rank, self.workers = team.rank, team.workers  # 0 has the node
         self.total_workers = team.workers  # of all machines, after the first call
 
     @property

@@ -219,7 +219,7 @@ class LoadedState:
                     [tensor.numpy() for tensor in own],
                     [_unpack(*pair) for pair in zip(halves, rounded, strict=False)],
                 )
-        except (AttributeError, LookupError, RuntimeError, TypeError) as error:
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise ValueError(
                 f"the state of the exchange cannot be read, and nothing was loaded: {error!r}"
             ) from error

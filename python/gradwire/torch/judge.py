@@ -238,7 +238,7 @@ def pace_of(
     on_device = any(isinstance(rate, torch.Tensor) and rate.is_cuda for rate in rates)
     momentum = (_momentum_of(optimizer) or judgement.momentum) if judgement.momentum else 0.0
     if on_device or not judgement.follows_rate:
-        return factor, momentum
+        return factor or 1.0, momentum
     # The largest: a group may be at rest, with a rate of zero, while the others move on.
     return max(abs(float(rate)) for rate in rates) * factor or 1.0, momentum
 
