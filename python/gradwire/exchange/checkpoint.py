@@ -106,17 +106,25 @@ def params_of(state: dict[str, Any]) -> Iterator[NDArray[Any]]:
         yield param
 
 
+def check_state(state: dict[str, Any], replica: Replica) -> Sequence[dict[str, Any]]:
+    """Return the states of the encoders; raise what ``load_state`` would."""
+    _check_keys(state)
+    try:
+        return _checked(state, replica)
+    except (AttributeError, LookupError, OverflowError, TypeError) as error:
+        raise ValueError(f"{_WHAT} cannot be read: {error!r}") from error
+
+
 def load_state(state: dict[str, Any], replica: Replica, every: int) -> None:
     """Continue from ``state``, with an exchange every so many steps.
 
     Raises:
         ValueError: the state is of another format, model or kind of exchange.
     """
-    _check_keys(state)
     # Everything is checked and converted before anything is loaded. NumPy's integers, as which some formats of files
     # keep numbers, would not travel in messages.
+    states = check_state(state, replica)
     try:
-        states = _checked(state, replica)
         step = check_range("step", state["step"], 0, 2**63)
         local_steps = check_range("local_steps", state["local_steps"], 0, 2**63)
         median = float(state.get("median", 0.0))  # older states have none

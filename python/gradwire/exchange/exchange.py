@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ..transport import Node, Peer
     from .options import ExchangeOptions
 
-__all__ = ["Exchange", "hand_over", "one_at_a_time", "take_over"]
+__all__ = ["Exchange", "check_state", "hand_over", "one_at_a_time", "take_over"]
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -643,6 +643,11 @@ def hand_over(
     result = exchange._finish_earlier(params) or result
     exchange._replica.make_residual(params)  # for `take_over`
     return result
+
+
+def check_state(exchange: Exchange, state: dict[str, Any]) -> None:
+    """Raise what ``exchange.load_state_dict`` would, and load nothing."""
+    checkpoint.check_state(state, exchange._replica)
 
 
 def take_over(exchange: Exchange, before: Exchange, params: Sequence[Any], added: int) -> None:

@@ -12,7 +12,9 @@ import torch.distributed as dist
 
 from ..exchange.checkpoint import params_of
 from ..exchange.consistency import digest_of
+from ..exchange.exchange import check_state
 from ..exchange.groups import split_by_tensor
+from ..exchange.local import LocalExchange
 from .staging import Staging, snapshot
 
 if TYPE_CHECKING:
@@ -191,9 +193,6 @@ class LoadedState:
                     [state["owner"]] = state["owner"]
                 # Some of torch's functions drop empty tuples.
                 state |= {name: list(state.get(name, ())) for name in _LISTS}
-                is_held = "digest" not in state or digest_of(shared) == state["digest"]
-                if is_held:
-                    bases = list(params_of({**state, "shared": shared}))
                 # Infinite elements are no part of any sum.
                 state["shared"] = [
                     np.where(is_infinite, array.dtype.type(0), array)
@@ -202,6 +201,12 @@ class LoadedState:
                     for array in shared
                     for is_infinite in [np.isinf(array)]
                 ]
+                leader = exchange.exchange if isinstance(exchange, LocalExchange) else exchange
+                if leader is not None:
+                    check_state(leader, state)
+                is_held = "digest" not in state or digest_of(shared) == state["digest"]
+                if is_held:
+                    bases = list(params_of({**state, "shared": shared}))
                 for index in self.written:
                     if half_dtypes[index] is None:
                         self.written[index] = torch.from_numpy(shared[index])
@@ -219,7 +224,7 @@ class LoadedState:
                     [tensor.numpy() for tensor in own],
                     [_unpack(*pair) for pair in zip(halves, rounded, strict=False)],
                 )
-        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        except (AttributeError, LookupError, RuntimeError, TypeError) as error:
             raise ValueError(
                 f"the state of the exchange cannot be read, and nothing was loaded: {error!r}"
             ) from error
