@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -175,6 +176,27 @@ def test_a_plot_is_drawn_in_the_format_of_its_name(
     assert "<svg" in path.read_text()
     assert main(["estimate", *SIZE, "--link", "1Gbit", "--plot", str(tmp_path / "a.nope")]) == 2
     assert "'nope' is not supported" in capsys.readouterr().err
+
+
+def test_a_plot_has_the_densities_of_the_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    axes = pytest.importorskip("matplotlib.axes", reason="matplotlib is not installed").Axes
+    drawn: dict[str, float] = {}
+    draw = axes.plot
+
+    def plot(self: Any, rates: list[float], speedups: list[float], label: str) -> Any:
+        drawn[label] = speedups[rates.index(1e9)]
+        return draw(self, rates, speedups, label=label)
+
+    monkeypatch.setattr(axes, "plot", plot)
+    path = str(tmp_path / "speed-up.svg")
+    # SGD's messages are denser with many local steps.
+    arguments = (*SIZE, "--link", "1Gbit", "--plot", path, "--json")
+    rows = json.loads(estimate(capsys, *arguments))["rows"]
+    table = {row["name"].partition(",")[0]: row["speedup"] for row in rows if "speedup" in row}
+    assert len(drawn) == 5
+    assert drawn == pytest.approx({name: table[name] for name in drawn})
 
 
 def test_a_model_s_parameters_are_counted(

@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         job, shapes = _job(arguments)
         if arguments.plot:
-            plot(job, arguments.plot)
+            plot(job, arguments.plot, has_default_density=arguments.density is None)
     except (ValueError, OSError) as error:
         print(f"gradwire estimate: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -393,8 +393,8 @@ def spark_advice(job: Job, candidates: Sequence[Way]) -> str:
     )
 
 
-def plot(job: Job, path: Path) -> None:
-    """Draw the speed-up over a float32 ring at all link rates, and mark where there is none.
+def plot(job: Job, path: Path, *, has_default_density: bool = False) -> None:
+    """Draw the speed-up over a float32 ring at all link rates, and mark where there is none; see `ways`.
 
     Raises:
         ValueError: matplotlib is missing, or has no format of this name.
@@ -409,7 +409,9 @@ def plot(job: Job, path: Path) -> None:
     rates = [10.0 ** (low + index * (high - low) / 100) for index in range(101)]
     speedups: dict[str, list[float]] = {}
     for bits in rates:
-        ring, _, *others = ways(replace(job, link_bytes_per_s=bits / 8.0))
+        ring, _, *others = ways(
+            replace(job, link_bytes_per_s=bits / 8.0), has_default_density=has_default_density
+        )
         for way in others:
             speedups.setdefault(way.name.partition(",")[0], []).append(
                 way.cost.speedup_over(ring.cost)
