@@ -178,6 +178,45 @@ def test_a_listener_logs_every_so_many_steps(
             log_every(steps)  # type: ignore[arg-type]
 
 
+def test_local_steps_count_in_the_number_that_is_shown(
+    node: gw.Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    share = gw.Exchange(gw.Encoder(4, 0.5), node, min_peers=0, every=4)
+    params = np.zeros(4, np.float32)
+    share.listeners.append(log_every(3))
+    with caplog.at_level(logging.INFO, "gradwire.exchange.metrics"):
+        for _ in range(6):
+            share.step(np.ones(4, np.float32), params)
+    found = [text.split(":")[0] for text in caplog.messages if text.startswith("step ")]
+    assert found == ["step 2", "step 5"]
+    assert share.metrics_snapshot()["step"] == share.step_number == share.stats.step_number == 6
+
+
+def test_a_node_that_comes_late_shows_the_step_of_the_training(
+    node: gw.Node, share: gw.Exchange
+) -> None:
+    for _ in range(5):
+        step(share)
+    is_over = threading.Event()
+
+    def train() -> None:
+        while not is_over.is_set():
+            step(share)
+
+    member = threading.Thread(target=train)
+    member.start()
+    try:
+        with gw.Node("127.0.0.1:0", [node.address], secret=SECRET) as other:
+            late = gw.Exchange(gw.Encoder(4, 0.5), other, min_peers=1)
+            joined = late.join(np.zeros(4, np.float32))
+            step(late)
+            assert late.metrics_snapshot()["step"] == late.step_number == joined.step + 1 > 5
+            late.leave(np.zeros(4, np.float32))
+    finally:
+        is_over.set()
+        member.join()
+
+
 # ---- Prometheus ------------------------------------------------------------------------------------------------------
 
 

@@ -183,6 +183,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
         """Totals so far."""
         return replace(
             self._stats,
+            step_number=_step_number(self),
             members=len(self._membership.peers),
             digests=self._consistency.agreed,
             step_s=self._meter.step_s,

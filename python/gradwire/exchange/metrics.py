@@ -68,6 +68,7 @@ _GAUGES = {
     "residual_norm",
     "threshold",
     "staleness",
+    "step_number",
     "members",
     "is_sharded",
     "send_log_bytes",
@@ -280,7 +281,7 @@ def log_every(steps: int) -> Listener:
         _LOG.info(
             "step %d: %.4g ms a step, %.0f %% of it gradwire's; sent %.0f B, received %.0f B a step; density %.3g; "
             "%d other members",
-            result.step,
+            stats.step_number - 1,
             1e3 * step_s,
             100.0 * share,
             sent_bytes,
@@ -312,7 +313,7 @@ def metrics_snapshot(
     return {
         "address": node.address,
         "rank": names.get(node.id, ""),
-        "step": int(groups.encoders[0].step),
+        "step": stats.step_number,
         "script": Path(sys.argv[0]).name if sys.argv else "",
         "process": os.getpid(),
         "time_s": clock.now_s(),

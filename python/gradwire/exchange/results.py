@@ -60,7 +60,8 @@ class StepResult:
     """Messages, members and times of one step.
 
     Attributes:
-        step: number of the step; the same on every node in synchronous mode.
+        step: number of the exchange, which is that of the step but with local steps (``every``); the same on every node
+            in synchronous mode.
         sent_bytes: size of this node's message; the transport carries the message once to each peer.
         density: changed elements of this node's messages / numel.
         threshold: threshold of this node's message, of the first group where there are several; 0.0 if dense.
@@ -145,6 +146,7 @@ class ExchangeStats:
         density: density of the last message.
         threshold: threshold of the last message.
         staleness: staleness of the last step.
+        step_number: number of the training's next step, see `Exchange.step_number`.
         members: number of other members now.
         digests: comparisons of all members' replicas that found no difference.
         encode_s: time spent encoding.
@@ -170,6 +172,7 @@ class ExchangeStats:
     density: float = 0.0
     threshold: float = 0.0
     staleness: int = 0
+    step_number: int = 0
     members: int = 0
     digests: int = 0
     encode_s: float = 0.0
