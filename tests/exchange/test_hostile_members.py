@@ -123,6 +123,17 @@ def test_numeric_addresses_of_the_family_are_taken() -> None:
     assert parse_numeric("[fd00::1]:5", like=("fd00::2", 1)) == ("fd00::1", 5)
 
 
+def test_an_address_in_the_form_of_a_socket_of_both_versions_is_taken_where_it_can_be_used() -> (
+    None
+):
+    mapped = "[::ffff:10.0.0.7]:5"
+    assert parse_numeric(mapped, like=HERE) == ("10.0.0.7", 5)
+    for text in (mapped, "10.0.0.7:5"):
+        assert parse_numeric(text, like=("::", 1)) == ("::ffff:10.0.0.7", 5)
+        with pytest.raises(ValueError, match="cannot send"):
+            parse_numeric(text, like=("fd00::2", 1))
+
+
 # ---- snapshots --------------------------------------------------------------------------------------------------
 
 

@@ -93,10 +93,10 @@ def test_names_are_resolved_in_the_family_of_the_socket(monkeypatch: pytest.Monk
         return [(family, kind, 0, "", ("::5" if family == socket.AF_INET6 else "10.0.0.5", port))]
 
     monkeypatch.setattr(socket, "getaddrinfo", lookup)
-    assert addressing.resolve("node:7", like=("0.0.0.0", 1)) == ("10.0.0.5", 7)
-    assert addressing.resolve("node:7", like=("::", 1)) == ("::5", 7)
+    assert addressing.resolve_all("node:7", like=("0.0.0.0", 1))[0] == ("10.0.0.5", 7)
+    assert addressing.resolve_all("node:7", like=("::", 1))[0] == ("::5", 7)
     with pytest.raises(ValueError, match="missing:7"):
-        addressing.resolve("missing:7", like=("0.0.0.0", 1))
+        addressing.resolve_all("missing:7", like=("0.0.0.0", 1))
 
 
 def test_an_address_of_another_machine_is_refused_with_those_of_this_one(

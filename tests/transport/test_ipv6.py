@@ -129,3 +129,14 @@ def test_a_bad_path_that_changes_ports_loses_nothing() -> None:
         assert client.ask("send", messages=30, nbytes=100_000)["is_drained"]
         assert server.answer()["tags"] == {str(client.id): list(range(30))}
         assert proxy.stop()["rebind"] > 0
+
+
+def test_ipv4_nodes_that_meet_at_a_node_of_both_versions_reach_each_other() -> None:
+    with Node("[::]:0", secret=SECRET) as middle:
+        seed = f"127.0.0.1:{middle.address.rpartition(':')[2]}"
+        with (
+            Node("127.0.0.1:0", [seed], secret=SECRET) as one,
+            Node("127.0.0.1:0", [seed], secret=SECRET) as two,
+        ):
+            for node in (middle, one, two):
+                node.wait_for_peers(2, timeout_s=20.0)

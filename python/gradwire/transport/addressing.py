@@ -28,11 +28,14 @@ def parse_numeric(text: str, like: Address) -> Address:
     """Parse an address that a peer has told; raise `ValueError` unless a socket like this can send there as it is."""
     host, port = parse_address(text)
     address = ipaddress.ip_address(host)  # no name: a resolver may take seconds
+    # Peers that meet through a socket of both versions hear of each other in its form.
+    address = getattr(address, "ipv4_mapped", None) or address
+    prefix = "::ffff:" if address.version == 4 and like[0] == "::" else ""
     is_unusable = not port or "%" in host or address.is_unspecified or address.is_multicast
-    is_other_version = (address.version == 6) != (":" in like[0])
-    if is_unusable or is_other_version or host == "255.255.255.255":
+    is_other_version = not prefix and (address.version == 6) != (":" in like[0])
+    if is_unusable or is_other_version or str(address) == "255.255.255.255":
         raise ValueError(f"a node bound to {format_address(like)} cannot send to {text!r}")
-    return str(address), port
+    return prefix + str(address), port
 
 
 def is_served_by(address: Address, bound: Address) -> bool:
@@ -123,14 +126,9 @@ def local_address(bound: Address, peers: Sequence[str]) -> Address:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for peer in peers:
         with suppress(OSError, ValueError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(resolve(peer, like=bound))  # sends nothing, only looks the route up
+            probe.connect(resolve_all(peer, like=bound)[0])  # only looks the route up
             return str(probe.getsockname()[0]), port
     return "::1" if ":" in host else "127.0.0.1", port
-
-
-def resolve(text: str, like: Address) -> Address:
-    """Return the first numeric address of "host:port"; see `resolve_all`."""
-    return resolve_all(text, like)[0]
 
 
 def resolve_all(text: str, like: Address) -> list[Address]:

@@ -18,7 +18,7 @@ from typing import Any, Final
 from .. import rendezvous
 from ..errors import Closed, NotCopied, TransportError, is_failure
 from . import addressing
-from .addressing import format_address, parse_address, resolve
+from .addressing import format_address, parse_address, resolve_all
 from .driver import Driver, now_s
 from .endpoint import Endpoint
 from .handshake import LocalNode
@@ -113,8 +113,9 @@ class Node(NotCopied, instead="make a node in every process that has one"):
         self._secret_name = f"the secret with fingerprint {fingerprint(key)}"
         chosen = addressing.choose_address(parse_address(bind), network_mask)
         # Everything that can fail comes before the socket, which an error would leave bound.
-        seeds = {seed: addressing.resolve_all(seed, like=chosen) for seed in peers}
-        advertised = "" if advertise is None else format_address(resolve(advertise, like=chosen))
+        seeds = {seed: resolve_all(seed, like=chosen) for seed in peers}
+        named = [] if advertise is None else resolve_all(advertise, like=chosen)
+        advertised = format_address(named[0]) if named else ""
         self._driver = Driver(chosen, offload=offload)
         first = [format_address(addresses[0]) for addresses in seeds.values()]
         shown = addressing.local_address(self._driver.address, first)
@@ -203,7 +204,7 @@ class Node(NotCopied, instead="make a node in every process that has one"):
     def add_peer(self, address: str) -> None:
         """Connect to one more node and stay connected; raise `ValueError` if the address cannot be used."""
         self._check_open()
-        resolved = addressing.resolve_all(address, like=self._driver.address)
+        resolved = resolve_all(address, like=self._driver.address)
         with self._lock:
             self._connect(address, resolved)
         self._driver.wake()

@@ -22,7 +22,7 @@ from typing import Any
 from gradwire.errors import TransportError
 from gradwire.slices import datagram_hint
 from gradwire.transport import Node, Peer, Received, Ticket, parse_secret
-from gradwire.transport.addressing import parse_address, resolve
+from gradwire.transport.addressing import parse_address, resolve_all
 from gradwire.transport.secret import fingerprint
 
 from .machine import Check, slow_if
@@ -299,7 +299,7 @@ def _silent(target: str, *, is_refused: bool) -> Check:
 
 def is_refused(target: str, bind: str) -> bool:
     """Return whether the system reports that no program listens at an address."""
-    address = resolve(target, like=parse_address(bind))
+    address = resolve_all(target, like=parse_address(bind))[0]
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe, suppress(OSError):
         probe.settimeout(0.5)

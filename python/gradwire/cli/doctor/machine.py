@@ -132,7 +132,7 @@ def check_binding(bind: str, mask: str | None, peer: str | None) -> Iterator[Che
         return
     if peer and rule == "route":
         try:
-            addressing.resolve(peer, like=chosen)
+            addressing.resolve_all(peer, like=chosen)
         except ValueError as error:
             yield Check("address", "n/a", f"no route can be looked up: {error}")
             yield check_port(chosen)
