@@ -154,3 +154,20 @@ def test_after_a_pause_of_the_peer_a_lost_datagram_comes_again_as_soon_as_before
     simulator.run_until(lambda: ticket.is_done, 1.0)
     simulator.run_for(0.1)
     assert session.rtt.probe_timeout_s < 1.1 * probe_timeout_s
+
+
+def test_a_peer_that_loses_the_connection_alone_is_back_as_soon_as_it_counts_as_silent() -> None:
+    simulator = Simulator(21)
+    one, two = simulator.mesh(2)
+    simulator.run_for(1.0)
+    there = simulator.link(one, two)
+    there.blocked = True
+    for session in one.endpoint.sessions:
+        session.give_up("timeout", simulator.now_s)
+    simulator.run_for(0.05)  # the goodbye is lost
+    there.blocked = False
+    assert not one.endpoint.peers
+    assert two.endpoint.peers
+    simulator.run_until(lambda: bool(one.endpoint.peers), 4.0)
+    simulator.run_for(0.05)
+    assert [event.reason for event in two.lost] == ["timeout"]

@@ -284,7 +284,9 @@ class Endpoint:
             admitted = self.local.read_init(datagram, address, now_s)
             if admitted is None:
                 return
-            if not self._is_acceptable(*admitted[1][:2], address, now_s):
+            # Another node that is not answered yet repeats this INIT, which is read only once.
+            remote = admitted[1][:2]
+            if remote[0] == self.local.node_id and not self._is_acceptable(*remote, address, now_s):
                 return
             while len(half_open) >= HALF_OPEN_MAX:
                 next(iter(half_open.values())).discard()

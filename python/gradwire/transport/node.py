@@ -114,8 +114,7 @@ class Node(NotCopied, instead="make a node in every process that has one"):
         chosen = addressing.choose_address(parse_address(bind), network_mask)
         # Everything that can fail comes before the socket, which an error would leave bound.
         seeds = {seed: resolve_all(seed, like=chosen) for seed in peers}
-        named = [] if advertise is None else resolve_all(advertise, like=chosen)
-        advertised = format_address(named[0]) if named else ""
+        advertised = "" if advertise is None else format_address(resolve_all(advertise, chosen)[0])
         self._driver = Driver(chosen, offload=offload)
         first = [format_address(addresses[0]) for addresses in seeds.values()]
         shown = addressing.local_address(self._driver.address, first)
