@@ -445,6 +445,40 @@ def test_other_parameters_than_those_of_the_training_are_refused_by_shape() -> N
     np.testing.assert_array_equal(params, np.full(NUMEL, 2.0, np.float32))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"mode": "async"}, {"apply_residual": True}, {"every": 2}, {"overlap": 1}, {"outer_momentum": 0.5}],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("call", ["step", "leave"])
+def test_parameters_that_do_not_fit_a_later_call_are_refused_before_it_takes_the_update(
+    options: Any, call: str
+) -> None:
+    given = np.array([1.0, 0.25, 0.0, -1.0], np.float32)
+    read_only = np.zeros(4, np.float32)
+    read_only.setflags(write=False)
+
+    def outcome(wrong: Any) -> tuple[bytes, bytes, int]:
+        with cluster(0) as world:
+            share = gw.Exchange(gw.Encoder(4, 0.5), world.node(1), min_peers=0, **options)
+            params = np.zeros(4, np.float32)
+            share.join(params)
+            share.step(given, params)
+            if wrong is not None:
+                with pytest.raises((TypeError, ValueError)):
+                    share.step(given, wrong) if call == "step" else share.leave(wrong)
+                if "mode" in options:
+                    with pytest.raises((TypeError, ValueError)):
+                        share.catch_up(wrong)
+            share.step(given, params)
+            (encoder,) = share.state_dict()["encoders"]
+            return params.tobytes(), encoder["residual"].tobytes(), share.step_number
+
+    expected = outcome(None)
+    for wrong in (np.zeros(2, np.float32), read_only, [np.zeros(4, np.float32)] * 2, [0.0] * 4):
+        assert outcome(wrong) == expected
+
+
 def test_what_is_neither_encoder_nor_node_is_refused() -> None:
     with cluster(0) as made:
         with pytest.raises(TypeError, match="enc must be an Encoder or Groups"):

@@ -28,7 +28,7 @@ from .notes import Notes
 from .options import Options
 from .parameters import MomentumSum, PlainSum
 from .protocol import Introductions, Kind, NodeRun, Phase
-from .replica import Replica
+from .replica import Replica, check_params
 from .results import ExchangeStats, Joined, StepResult
 from .snapshot import NO_STATE, FixedState, NodeState, OptimizerState, as_state
 from .start import Start
@@ -436,6 +436,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
             return 0 if finished is None else finished.received
         if self._options.is_sync:
             return 0
+        check_params(self._replica, params)
         self._start.ensure_announced(params)
         self.wait_for_peers()
         return self._step.catch_up(params, self._optimizer_state, _wait_s(timeout_s))
@@ -472,8 +473,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
             self._start.announce_params(params)
         if self._options.min_members > 1:
             self._departure.check_members(self._options.min_members)
-        if self._options.outer_momentum or self._options.apply_residual:
-            self._replica.check_arrays(params)
+        check_params(self._replica, params)
         # Newcomers may ask inside a later call that has no such argument, as ``catch_up``.
         is_empty = isinstance(optimizer_state, Sequence) and not optimizer_state
         self._optimizer_state = NO_STATE if is_empty else as_state(optimizer_state)

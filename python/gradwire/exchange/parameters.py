@@ -33,7 +33,15 @@ from ..errors import NonFiniteUpdate
 from ..message import Message, apply_many, apply_to_both, apply_with_momentum
 from .groups import Groups
 
-__all__ = ["MomentumSum", "PlainSum", "SecondTarget", "SharedCopy", "Written", "moved_since"]
+__all__ = [
+    "MomentumSum",
+    "PlainSum",
+    "SecondTarget",
+    "SharedCopy",
+    "Written",
+    "check_layouts",
+    "moved_since",
+]
 
 # Bound on the difference between parameters and shared copy + residual, relative to both: eight roundings of float32.
 _ROUNDING = 2.0**-20
@@ -413,7 +421,7 @@ class SharedCopy:
         marks = _fingerprint(params) if self.shared and self._left else []
         if not self.shared or (marks and self._left == marks):
             return False
-        _check_layouts(params, self.shared)
+        check_layouts(params, self.shared)
         # A checksum differs only if a value does. Torch counts changes, also those that change no value.
         if self._left and (not is_settled or self.local_steps or isinstance(marks[0], bytes)):
             return True
@@ -675,9 +683,15 @@ def _equal(arrays: Arrays, others: Arrays) -> list[bool]:
     return list(map(np.array_equal, map(on_host, arrays), map(on_host, others)))
 
 
-def _check_layouts(params: Any, shared: Arrays) -> None:
-    """Raise `ValueError` for parameters that are not those of the training."""
-    here, there = layouts(params), layouts(shared)
+def check_layouts(params: Any, known: Arrays) -> None:
+    """Raise `ValueError` for parameters that are not those of the training, `TypeError` for no parameters at all."""
+    arrays = writable_views(params)
+    # Compared as they are first, which is quick; NumPy's and torch's dtypes differ.
+    if [(array.shape, array.dtype) for array in arrays] == [
+        (array.shape, array.dtype) for array in known
+    ]:
+        return
+    here, there = layouts(params), layouts(known)
     if here != there:
         raise ValueError(f"the parameters are {here}, those of the training {there}: give these")
 

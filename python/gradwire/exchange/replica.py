@@ -24,10 +24,18 @@ from ..transport import Peer, Ticket
 from .groups import Codec, Groups
 from .options import Options
 from .owner import Accepted, Division, ShardedUpdate, Sharding, part_of_state
-from .parameters import Payloads, PlainSum, SecondTarget, SharedCopy, moved_since
+from .parameters import (
+    MomentumSum,
+    Payloads,
+    PlainSum,
+    SecondTarget,
+    SharedCopy,
+    check_layouts,
+    moved_since,
+)
 from .protocol import MESSAGE_MAGIC, NodeRun, PartUpdate, run_of
 
-__all__ = ["Replica", "StepUpdate", "add_to_exported", "drop_outdated"]
+__all__ = ["Replica", "StepUpdate", "add_to_exported", "check_params", "drop_outdated"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -392,13 +400,6 @@ class Replica(SharedCopy):
         self.add_late_parts(params)
         return super().is_written(params, is_settled=is_settled and self.pending is None)
 
-    def check_arrays(self, params: Any) -> None:
-        """Refuse arrays that a step could not use, before anything is encoded."""
-        if self._options.outer_momentum:
-            writable_views(params)
-        if self._applies_residual and not self.shared:
-            self.groups.residuals(writable_views(params))
-
     def _add_to_shared(
         self,
         payloads: Payloads,
@@ -543,6 +544,32 @@ class Replica(SharedCopy):
         self.step = step
         self.local_steps = local_steps
         self._owner_state = owner_state
+
+
+def check_params(replica: Replica, params: Any) -> None:
+    """Refuse parameters that a call could not use, before anything is taken or encoded.
+
+    Raises:
+        TypeError, ValueError: they are others than those of the training so far, or nothing can be added to them.
+    """
+    groups = replica.groups
+    total = replica.total
+    velocity = total.velocity if isinstance(total, MomentumSum) else []
+    known = replica.shared or velocity
+    if known:
+        check_layouts(params, known)
+    elif replica.applies_residual:
+        groups.residuals(writable_views(params))
+    elif isinstance(total, MomentumSum):
+        writable_views(params)
+    # The usual case is clearly right, and a step has no time to lose.
+    elif not (
+        isinstance(params, np.ndarray)
+        and params.dtype == np.float32
+        and params.size == groups.numel
+        and params.flags.carray
+    ):
+        groups.check_params(params)
 
 
 def drop_outdated(replica: Replica, positions: Mapping[NodeRun, int], params: Any) -> None:
