@@ -375,6 +375,20 @@ def test_an_update_of_another_shape_is_refused_unless_it_is_flat() -> None:
             assert (params[0] == 1.0).all()
 
 
+def test_updates_in_another_order_than_the_parameters_are_refused() -> None:
+    params = [np.zeros((2, 3), np.float32), np.zeros(4, np.float32)]
+    update = [np.full(param.shape, 1.0 + index, np.float32) for index, param in enumerate(params)]
+    with (
+        gw.Node("127.0.0.1:0", secret=bytes(range(32))) as node,
+        gw.share(params, node=node, density=0.5) as shared,
+    ):
+        with pytest.raises(ValueError, match=r"shape \(4,\), the parameters' has \(2, 3\)"):
+            shared.step(update[::-1])
+        assert not any(param.any() for param in params)
+        shared.step(update)
+        assert [param.ravel().tolist() for param in params] == [[1.0] * 6, [2.0] * 4]
+
+
 @pytest.mark.parametrize("end", ["open", "close", "leave"])
 def test_a_node_has_one_training(end: str) -> None:
     """The other nodes cannot tell the messages of two trainings of one node apart."""

@@ -490,10 +490,13 @@ def check_shapes(saved: Sequence[Any], params: Sequence[Any]) -> None:
 def _check_update(update: Any, params: Any) -> None:
     """Raise `ValueError` for an array of another shape: a transposed one has as many elements, in another order."""
     arrays = [each if isinstance(each, (list, tuple)) else [each] for each in (update, params)]
-    # The exchange compares the numbers of arrays and of elements.
+    is_paired = update is not None and len(arrays[0]) == len(arrays[1])
+    # The exchange compares the numbers of arrays and of elements, in all.
     for index, (given, param) in enumerate(zip(*arrays, strict=False)):
         here, there = tuple(np.shape(param)), tuple(np.shape(given))
-        if here != there and min(len(here), len(there)) > 1:
+        is_flat = min(len(here), len(there)) <= 1
+        is_other = is_paired and math.prod(here) != math.prod(there)
+        if here != there and (not is_flat or is_other):
             raise ValueError(
                 f"array {index} of the update has shape {there}, the parameters' has {here}: give it that, or flat"
             )
