@@ -7,6 +7,7 @@ import codecs
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,6 +65,13 @@ def written(path: Path, data: bytes, mode: int = 0o600) -> Path:
     path.write_bytes(data)
     path.chmod(mode)
     return path
+
+
+@pytest.mark.parametrize("strange", [10**30, 32, -1, True, 1.5, [300] * 32, {}], ids=repr)
+def test_a_secret_of_another_type_is_refused_by_its_name(strange: Any) -> None:
+    kind = type(strange).__name__
+    with pytest.raises(TypeError, match=f"the cluster secret must be 32 bytes, .*, not {kind}"):
+        secret.parse_secret(strange)
 
 
 @pytest.mark.parametrize(

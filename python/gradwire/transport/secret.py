@@ -34,8 +34,7 @@ def fingerprint(secret: bytes) -> str:
 
 def environment_secret() -> str | Path | None:
     """Return GRADWIRE_SECRET, the path GRADWIRE_SECRET_FILE, or None; raise `ValueError` if both are set."""
-    text = os.environ.get(SECRET_VARIABLE)
-    file = os.environ.get(SECRET_FILE_VARIABLE)
+    text, file = map(os.environ.get, (SECRET_VARIABLE, SECRET_FILE_VARIABLE))
     if text and file:
         raise ValueError(f"both {SECRET_VARIABLE} and {SECRET_FILE_VARIABLE} are set: unset one")
     return Path(file) if file else text or None
@@ -45,10 +44,9 @@ def parse_secret(secret: bytes | str | os.PathLike[str] | None) -> bytes:
     """Return the 32 bytes of a cluster secret, given in any of the forms that `Node` takes.
 
     Raises:
-        ValueError: missing, unreadable, not 32 bytes, or visibly not random: the handshake could be guessed off-line.
+        TypeError, ValueError: missing, unreadable, not 32 bytes, or not random: it could be guessed off-line.
     """
-    if secret is None:
-        secret = environment_secret()
+    secret = environment_secret() if secret is None else secret
     if secret is None:
         raise ValueError(
             f"a cluster secret is needed: pass secret= or set {SECRET_VARIABLE} or {SECRET_FILE_VARIABLE}; {REMEDY}"
@@ -57,6 +55,8 @@ def parse_secret(secret: bytes | str | os.PathLike[str] | None) -> bytes:
     if isinstance(secret, os.PathLike):
         name += f" in {os.fspath(secret)}"
         secret = _read(Path(secret))
+    elif not isinstance(secret, (str, bytes, bytearray, memoryview)):
+        raise TypeError(f"{name} must be 32 bytes, a text or a path, not {type(secret).__name__}")
     raw = _decode(secret, name) if isinstance(secret, str) else bytes(secret)
     if len(raw) != SECRET_BYTES:
         raise ValueError(f"{name} has {len(raw)} bytes; it must be 32 random bytes: {REMEDY}")
