@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -477,6 +478,23 @@ def test_parameters_that_do_not_fit_a_later_call_are_refused_before_it_takes_the
     expected = outcome(None)
     for wrong in (np.zeros(2, np.float32), read_only, [np.zeros(4, np.float32)] * 2, [0.0] * 4):
         assert outcome(wrong) == expected
+
+
+@pytest.mark.parametrize("call", ["step", "join", "catch_up", "leave"])
+def test_parameters_that_do_not_fit_a_team_are_refused_before_its_call(call: str) -> None:
+    with (
+        cluster(0) as world,
+        gw.LocalTeam(f"misfit-{call}-{os.getpid()}", size=1, rank=0) as team,
+    ):
+        share = team.lead(gw.Exchange(gw.Encoder(4, 0.5), world.node(1), min_peers=0))
+        given, params = np.ones(4, np.float32), np.zeros(4, np.float32)
+        share.step(given, params)
+        for wrong in (np.zeros(3, np.float32), [params] * 2, np.zeros(4)):
+            with pytest.raises(ValueError, match="those of the training"):
+                share.step(given, wrong) if call == "step" else getattr(share, call)(wrong)
+        assert share.next_step == 1
+        share.step(given, params)
+    assert params.tolist() == [1.0] * 4  # a threshold for each of two steps
 
 
 def test_what_is_neither_encoder_nor_node_is_refused() -> None:

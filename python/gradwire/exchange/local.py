@@ -46,6 +46,7 @@ from . import exchange as single
 from .consistency import digest_of
 from .exchange import Exchange
 from .options import Reduction
+from .parameters import check_layouts
 from .results import ExchangeStats, Joined, StepResult
 from .snapshot import NodeState, OptimizerState, as_state
 
@@ -188,6 +189,7 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
         if self.is_closed:
             raise Closed("this worker has closed its team")
         if self._file is not None:
+            check_layouts(params, self.params)
             return
         arrays = writable_views(params)
         layout = layout_of(arrays)
@@ -891,12 +893,9 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
         return interrupt
 
     def _check_sizes(self, update: Arrays) -> None:
-        update_sizes = [array.size for array in update]
-        sizes = [array.size for array in self.team.params]
-        if update_sizes != sizes:
-            raise ValueError(
-                f"an update of arrays with {update_sizes} elements for parameters of {sizes}"
-            )
+        given, sizes = ([array.size for array in each] for each in (update, self.team.params))
+        if given != sizes:
+            raise ValueError(f"an update of arrays with {given} elements for parameters of {sizes}")
 
 
 #: What trainers take: one node's exchange, or one worker's part of its machine's.
