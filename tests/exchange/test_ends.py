@@ -53,6 +53,32 @@ def test_nodes_that_leave_together_end_with_the_same_bits(topology: Any) -> None
             np.testing.assert_array_equal(params, expected)
 
 
+@pytest.mark.parametrize("keeps", [True, False], ids=["residual", "difference"])
+def test_an_owner_that_dies_takes_nothing_of_a_node_that_leaves(keeps: bool) -> None:
+    rest = np.full(NUMEL, 2.0**-8, np.float32)  # too small to be sent before the end
+    nothing = np.zeros(NUMEL, np.float32)
+
+    def work(node: FakeNode, rank: int) -> NDArray[np.float32]:
+        enc = gw.Encoder(NUMEL, gw.FixedThreshold(2.0**-6), keeps_residual=keeps)
+        share = gw.Exchange(
+            enc, node, min_peers=3, reduction="sum", topology="sharded", apply_residual=True
+        )
+        params = np.zeros(NUMEL, np.float32)
+        share.step(rest if rank == 3 else nothing, params)
+        if rank == 0:
+            # It owns all elements, and dies when all others have begun the step and wait for its result.
+            node.cluster.compute(node, 1.0)
+            node.cluster.kill(node)
+        while rank in (1, 2) and share.next_step < 6:
+            share.step(nothing, params)
+        share.leave(params)  # the last owners send what they have not yet passed on
+        node.cluster.close(node)
+        return share.shared(params)[0]
+
+    for shared in run_cluster(work, count=4, seed=3)[1:3]:
+        np.testing.assert_array_equal(shared, rest)
+
+
 @pytest.mark.parametrize("topology", ["mesh", "sharded"])
 def test_an_interrupted_call_keeps_the_messages_that_it_has_taken(topology: Any) -> None:
     """A node that goes is an event, after which the call looks for messages once more, and is interrupted."""

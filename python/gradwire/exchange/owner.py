@@ -466,9 +466,12 @@ class Sharding:
         """Note which parts the results of a step contain; put back those that their owners will never accept."""
         # Three kinds of parts: those in a result, those that a result names as missing, and those for an owner that has
         # published no result at all, because it is gone.
+        contributors = {result.sender for result in results}
         for result in results:
             self._settle_result(result)
-        contributors = {result.sender for result in results}
+            # Parts for an owner that is gone come back to who leaves, too: it takes one more step, to send them again.
+            if result.is_last and contributors.issuperset(self.owners):
+                self._left.add(result.sender)
         # A dead owner's residual is lost, but not what it has not accepted: every sender still has these parts.
         for owner, pending in self._ledger.items():
             for number, part in pending.items() if owner not in contributors else ():
@@ -496,8 +499,6 @@ class Sharding:
         for sender in result.missing:
             # The sender of a part that is missing is gone, so no later part of it follows.
             self.accepted.setdefault(result.sender, {}).setdefault(sender, result.step)
-        if result.is_last:
-            self._left.add(result.sender)
         for number, part in self._ledger.get(result.sender, {}).items():
             if not part.is_open or number > result.step:
                 continue

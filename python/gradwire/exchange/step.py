@@ -79,7 +79,6 @@ class Step:
             The result; None where a later call finishes the step (``overlap``).
         """
         replica = self._replica
-        codec = self._options.codec
         # Space first: without space the update only accumulates, because an encoded message is never encoded again.
         self.wait_for_room(params, optimizer_state)
         begin_s = clock.now_s()
@@ -100,7 +99,7 @@ class Step:
                 update, before = replica.local_delta(params, weight)
             elif weight != 1.0:
                 update = _weighed(update, weight, self._membership.teams)
-            pending = replica.encode(update, codec, before)
+            pending = replica.encode(update, self._options.codec, before)
         except NonFiniteUpdate:
             # The parameters have moved already, and must not stay NaN; or they lack the finite part.
             if is_held:
@@ -118,7 +117,7 @@ class Step:
             pending.add_wait(clock.now_s() - begin_s)
             result = None
         else:
-            result = self._finish_or_repeat(pending, codec, params, optimizer_state)
+            result = self._finish_or_repeat(pending, self._options.codec, params, optimizer_state)
         if has_moved and self._membership.weight != 1.0:
             # It tells apart what the next step will move, which is to be weighed.
             replica.make_residual(params)
@@ -194,7 +193,7 @@ class Step:
         return len(payloads)
 
     def leave(self, params: Any, optimizer_state: NodeState) -> StepResult:
-        """Send everything that is left as the last update, and say so."""
+        """Send all that is left as the last update, and once more where it is lost with an owner; then say so."""
         replica = self._replica
         self._router.hold_introductions(-1)  # the others may go on with further parameters now
         self.wait_for_room(params, optimizer_state)
@@ -205,6 +204,8 @@ class Step:
                 replica.absorb_local_changes(params, self._membership.weight)
         pending = self._encode_rest(None, params)
         result = self._finish_or_repeat(pending, None, params, optimizer_state)
+        if replica.sharding is not None and self._membership.run in replica.sharding.senders:
+            return self.leave(params, optimizer_state)
         self._join.end()
         return result
 
@@ -404,8 +405,7 @@ class Step:
         pending.add_wait(arrived_s - begin_s)
         others = membership.take_updates(pending.step if self._is_sync else math.inf)
         # All synchronous nodes add in this order, which makes their bits equal.
-        in_order: Updates = [*others, (membership.run, pending.messages)]
-        in_order.sort(key=itemgetter(0))
+        in_order = sorted([*others, (membership.run, pending.messages)], key=itemgetter(0))
         payloads = [messages for _, messages in in_order]
         is_replaced = replica.written is not None and self._settle_written(
             pending, [run for run, _ in others], payloads, params, has_moved=has_moved
