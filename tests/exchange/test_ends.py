@@ -53,6 +53,26 @@ def test_nodes_that_leave_together_end_with_the_same_bits(topology: Any) -> None
             np.testing.assert_array_equal(params, expected)
 
 
+def test_nodes_that_leave_together_end_with_the_same_bits_after_an_earlier_death() -> None:
+    def work(node: FakeNode, rank: int) -> NDArray[np.float32]:
+        share = exchange(node, 5, topology="mesh")
+        params = np.zeros(NUMEL, np.float32)
+        if rank == 5:
+            share.step(np.zeros(NUMEL, np.float32), params)
+            node.cluster.kill(node)
+            return params
+        for update in (*updates_of(rank), *3 * [np.zeros(NUMEL, np.float32)]):
+            share.step(update, params)
+        share.leave(params)
+        node.cluster.close(node)
+        return params
+
+    expected = sum(sum(updates_of(rank)) for rank in range(5))
+    for seed in range(100):
+        for params in run_cluster(work, count=6, seed=seed)[:5]:
+            np.testing.assert_array_equal(params, expected)
+
+
 @pytest.mark.parametrize("keeps", [True, False], ids=["residual", "difference"])
 def test_an_owner_that_dies_takes_nothing_of_a_node_that_leaves(keeps: bool) -> None:
     rest = np.full(NUMEL, 2.0**-8, np.float32)  # too small to be sent before the end

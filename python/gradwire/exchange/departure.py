@@ -335,8 +335,7 @@ class Departure:
         for run in gone:
             # The node may have come in again before the others agreed that it had gone: here, or in another part of a
             # split network. Or it has given this node up as well. Its introduction counts from now on.
-            hello = self._introductions.compatible(Phase.IN).get(run)
-            if hello:
+            if hello := self._introductions.compatible(Phase.IN).get(run):
                 is_back = run in membership.others and not self.has_gone(run, hello.first_step)
                 self._on_return(run, hello, was_outside=is_back)
 
@@ -371,7 +370,8 @@ class Departure:
             report = self._own_report()
             if receiver is None:
                 self._last_report = report
-            number = int(all(map(self._introductions.has_finished, report)))
+            not_removed = report.keys() & self._membership.members.keys()
+            number = int(all(map(self._introductions.has_finished, not_removed or report)))
             self._router.send(Kind.REPORT, number, encode_steps(report), receiver)
 
     def _own_report(self) -> dict[NodeRun, int]:
@@ -420,7 +420,7 @@ class Departure:
         else:
             meant = _members_of(membership, named)
             if number == _ALL_LEAVE:
-                self._introductions.note_finished(meant)
+                self._introductions.note_finished(meant.keys() - membership.departing.keys())
             gone = [
                 run
                 for run, next_missing in meant.items()
