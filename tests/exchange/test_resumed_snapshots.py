@@ -101,6 +101,15 @@ def kill_donor(world: Cluster, newcomer: Trainer, trainers: list[Trainer]) -> Tr
     return dead
 
 
+def test_a_newcomer_that_gives_up_says_how_far_its_snapshot_came() -> None:
+    with cluster(1) as world:
+        trainers, newcomer = begin_with_newcomer(world, WAYS["mean"])
+        world.run(until=lambda: arrived(newcomer) > 0)
+        world.slow_links |= {(one.node.peer, newcomer.node.peer) for one in trainers}
+        with pytest.raises(TimeoutError, match=r"of a snapshot .* have come: is the link too slow"):
+            world.run()
+
+
 @pytest.mark.parametrize("seed", seeds(2))
 @pytest.mark.parametrize("deaths", [1, 2])
 @pytest.mark.parametrize("how", WAYS.values(), ids=WAYS)

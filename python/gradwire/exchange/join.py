@@ -335,9 +335,12 @@ class Join:
             )
             _check_kept_updates(membership, self._recipient)
             if wait.is_over:
+                came = self._recipient.progress
+                slow = f"of a snapshot {came} have come: is the link too slow beside the members' updates?"
+                reason = obstacle or (came and slow) or introductions.describe_departed()
                 raise TimeoutError(
                     f"this node did not come in within {wait.silence_s:g} s of the last progress, from {len(hellos)} "
-                    f"members that it sees; {obstacle or introductions.describe_departed() or 'nobody has gone'}"
+                    f"members that it sees; {reason or 'nobody has gone'}"
                 )
         # Of a checkpoint: what this node kept as an owner is its residual where another node owns the part now.
         self._replica.add_late_parts(params)

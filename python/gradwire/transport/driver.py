@@ -53,10 +53,10 @@ class Driver:
             self._socket.bind(bind)
         except OSError as error:
             self._socket.close()
+            hints = {errno.EADDRNOTAVAIL: f"; this machine has {', '.join(local_addresses())}"}
+            hints[errno.EADDRINUSE] = "; end the program that has it, or give another port (0: any)"
             message = f"cannot bind UDP {format_address(bind)}: {error.strerror}"
-            if error.errno == errno.EADDRNOTAVAIL:
-                message += f"; this machine has {', '.join(local_addresses())}"
-            raise OSError(error.errno, message) from error
+            raise OSError(error.errno, message + hints.get(error.errno or 0, "")) from error
         self._alarm, self._bell = socket.socketpair()  # readable once `wake` was called
         for each in (self._socket, self._alarm, self._bell):
             each.setblocking(False)
