@@ -287,6 +287,14 @@ def test_the_verdict_compares_with_the_best_that_all_reduce_could_do() -> None:
     )
 
 
+def test_figures_of_a_large_model_have_no_exponents() -> None:
+    plain, shared = curve(step_s=30.0, hidden_s=30.0), curve(step_s=0.125)
+    comparison = Comparison(2, "link", plain, plain, shared)
+    assert comparison.verdict().startswith("link: 240 times as fast;")
+    pattern = r"^step, median +30,000 ms +125 ms +240 times$"
+    assert re.search(pattern, comparison.table(), re.MULTILINE)
+
+
 def test_a_loss_of_zero_is_compared() -> None:
     zero = curve(losses=[0.0] * 100, first_loss=0.0)
     comparison = Comparison(2, "link", zero, zero, zero)

@@ -260,9 +260,9 @@ class Comparison:
 
     def verdict(self) -> str:
         """Return the result in one sentence."""
-        speed = f"{self.speedup:.2g} times as fast"
+        speed = f"{_rounded(self.speedup, 2)} times as fast"
         if self.speedup < 1.0:
-            speed = f"slower: {1.0 / self.speedup:.2g} times the time of all-reduce"
+            speed = f"slower: {_rounded(1.0 / self.speedup, 2)} times the time of all-reduce"
         loss = (
             f"{abs(self.loss_difference):.1%} {'higher' if self.loss_difference > 0 else 'lower'}"
         )
@@ -277,8 +277,8 @@ class Comparison:
 
         def row(label: str, figure: str, divisor: float, unit: str) -> tuple[str, str, str, str]:
             left, right = (getattr(curve, figure) / divisor for curve in (plain, shared))
-            ratio = f"{left / right:.3g} times" if right else ""
-            return label, f"{left:.3g} {unit}", f"{right:.3g} {unit}", ratio
+            ratio = f"{_rounded(left / right)} times" if right else ""
+            return label, f"{_rounded(left)} {unit}", f"{_rounded(right)} {unit}", ratio
 
         difference = f"{self.loss_difference:+.1%} (chance {self.noise:.1%})"
         rows = [
@@ -612,6 +612,11 @@ def _buckets(grads: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         nbytes += grad.numel() * grad.element_size()
     if bucket:
         yield bucket
+
+
+def _rounded(value: float, digits: int = 3) -> str:
+    """Return a number of so many digits, without an exponent where it is large."""
+    return f"{float(f'{value:.{digits}g}'):,.15g}"
 
 
 def _relative(difference: float, reference: float) -> float:

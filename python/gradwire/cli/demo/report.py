@@ -126,8 +126,9 @@ def comparison(dense: Run, sparse: Run) -> Iterator[str]:
         return lambda run: f"{1e3 * getattr(run.epochs[-1], name):.2f}"
 
     yield row("", lambda run: _name(run.recipe))
+    last = min(_LAST_EPOCHS, len(dense.epochs))
     yield row(
-        f"test accuracy, mean of the last {_LAST_EPOCHS} epochs",
+        f"test accuracy, mean of the last {last} epochs" if last > 1 else "test accuracy",
         lambda run: f"{100 * run.accuracy:.2f} %",
         f"{100 * (sparse.accuracy - dense.accuracy):+.2f} points",
     )
