@@ -318,11 +318,14 @@ def test_top_shows_rates_and_peers(
         [name] = after
         after[name]["time_s"] = before[name]["time_s"] + 3.0
         after[name]["slowest"] = other.address
+        sent = before[name]["transport"]["udp_bytes_sent"]
+        after[name]["transport"]["udp_bytes_sent"] = sent + 9 * 2_000  # to all peers together
         head, line, place, peer = top.table(before, after)
         assert place == f"  process {os.getpid()}, step 10, {Path(sys.argv[0]).name}"
         after[name]["rank"] = "rank 3"
         assert list(top.table(before, after))[2].startswith("  rank 3, step 10, ")
         assert line.split()[:2] == [node.address, "3"]
+        assert " 2 kB " in line
         assert len(head.split()) == 8
         assert peer.startswith(f"  {other.address} ")
         assert peer.endswith("<- last to arrive")

@@ -132,9 +132,10 @@ def _node_line(before: dict[str, Any], after: dict[str, Any]) -> str:
     exchanges = max(1.0, grown("steps"))
     rate = f"{steps / elapsed_s:.3g}" if elapsed_s else "?"
     share = f"{1.0 - grown('compute_s') / grown('step_s'):.0%}" if grown("step_s") else "?"
-    sizes = "".join(
-        f"{si(grown(f'{way}_bytes') / exchanges, 'B'):>11}" for way in ("sent", "received")
-    )
+    # On the wire: a message goes to every peer, and lost datagrams go twice.
+    names = ("udp_bytes_sent", "udp_bytes_received")
+    wire = (after["transport"][name] - before["transport"][name] for name in names)
+    sizes = "".join(f"{si(nbytes / exchanges, 'B'):>11}" for nbytes in wire)
     return (
         f"{after['address']:22}{rate:>9}{share:>10}{new['density']:9.2%}{sizes}"
         f"{after['residual_norm']:10.3g}{new['lost']:6d}"
