@@ -241,3 +241,21 @@ def test_what_moves_is_even_when_the_owners_change(event: str) -> None:
     usual = float(np.median([moved[step] for step in range(changes - 20, changes)]))
     later = [moved[step] / usual for step in range(changes, steps)]
     assert 0.5 < min(later) < max(later) < 2.0
+
+
+def test_parts_that_an_owner_had_not_accepted_before_it_came_back_stay_with_a_node_that_goes_next() -> (
+    None
+):
+    with cluster(0) as world:
+        trainers = [Trainer(world, node_id, 20, min_peers=1, every=4) for node_id in IDS[:2]]
+        first, second = trainers
+        second.resyncs_at = 9
+        first.pause = {9: 2.0, 10: 2.0}
+        world.run(until=lambda: bool(first.results and first.results[-1].joined))
+        # The second one was away for one step, and the first one goes before it sends another update.
+        first.resyncs_at = first.share.next_step
+        assert first.resyncs_at == 10
+        world.run()
+    assert first.resyncs_at is None
+    assert_identical(trainers)
+    assert_nothing_lost(trainers)

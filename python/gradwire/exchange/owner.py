@@ -281,6 +281,8 @@ class Sharding:
         # what is left there, members that are away still need.
         newcomers = set(self.senders) - self._last_contributors if self._last_contributors else ()
         for newcomer in newcomers:
+            # What its earlier time has not accepted is in the residual for good: the table forgets it below.
+            self._ledger.pop(newcomer, None)
             for by_sender in self.accepted.values():
                 by_sender.pop(newcomer, None)
             for sender in self.accepted.get(newcomer, {}).keys() & set(self.senders):
