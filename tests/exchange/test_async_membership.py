@@ -13,7 +13,7 @@ import gradwire as gw
 from gradwire.exchange.protocol import NodeRun
 
 from ..seeds import seeds
-from .cluster import Cluster, FakeNode, cluster
+from .cluster import Cluster, FakeNode, cluster, run_cluster
 
 NUMEL = 24
 START = np.arange(NUMEL, dtype=np.float32)
@@ -309,3 +309,32 @@ def test_nodes_that_begin_repeat_no_reports_of_an_earlier_training() -> None:
     assert late.joined is not None
     assert late.share._membership.first_step == late.joined.step
     assert len({each.params.tobytes() for each in trainers}) == 1
+
+
+def test_a_node_that_left_far_ahead_joins_again_later_than_its_last_update(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A report on the earlier time of the node would otherwise be about its updates as a new member."""
+
+    def work(node: FakeNode, rank: int) -> tuple[int, int]:
+        params = np.zeros(NUMEL, np.float32)
+        left = joined = 0
+        for steps in (2,) if rank == 0 else (10, 3):  # the second time in another exchange
+            enc = gw.Encoder(NUMEL, gw.FixedThreshold(2.0**-6))
+            share = gw.Exchange(enc, node, mode="async", topology="mesh", max_staleness=64)
+            joined = share.join(params).step
+            for _ in range(steps):
+                node.cluster.compute(node, 1.0 if rank == 0 else 0.01)
+                share.step(np.full(NUMEL, 2.0**-6, np.float32), params)
+            if rank == 0:
+                while node.cluster.now_s < 30.0:
+                    share.catch_up(params, 0.05)
+                break
+            left = left or share.leave(params).step
+            node.cluster.compute(node, 5.0)  # the other one removes it from its members
+        node.cluster.close(node)
+        return left, joined
+
+    _, (left, joined) = run_cluster(work, count=2, seed=0)
+    assert joined > left >= 10
+    assert "joins again" not in caplog.text

@@ -396,8 +396,9 @@ class Join:
             self._ask(members, params)
         elif snapshot := _taken(self._recipient, self._membership, self._replica, self._options):
             if not self._options.is_sync:
-                # Later than any update with which this node may have gone.
-                snapshot.delay(self._replica.step + 2)
+                # Later than any update with which this node may have gone, also in an earlier exchange on its node.
+                final = snapshot.finals.get(self._membership.run, 0)
+                snapshot.delay(max(self._replica.step + 2, final + 1))
             optimizer_state.check(snapshot.arrays[snapshot.params :])
             if self._follow(snapshot):
                 drop_outdated(self._replica, {**snapshot.positions, **snapshot.finals}, params)
