@@ -284,6 +284,16 @@ def subtract(target: Sequence[NDArray[Any]], source: Sequence[NDArray[Any]]) -> 
         destination -= origin
 
 
+def check_dtypes(params: Sequence[Any], update: Sequence[Any]) -> None:
+    """Raise `TypeError` if the dtype of an array of an update cannot be added to the parameters without rounding it."""
+    for array, origin in zip(params, update, strict=False):
+        dtypes = _dtype_name(origin), _dtype_name(array)
+        if dtypes[0] not in ("float32", "float16", "bfloat16", dtypes[1]):
+            raise TypeError(
+                f"an update of {dtypes[0]} for parameters of {dtypes[1]}: it would be rounded; pass {dtypes[1]}"
+            )
+
+
 def add_finite(
     target: Sequence[NDArray[Any]], source: Sequence[NDArray[Any]], factor: float = 1.0
 ) -> tuple[int, int]:
@@ -309,12 +319,7 @@ def add_finite(
         raise ValueError(
             f"the update is {names[0]}, the parameters are {names[1]}: move one of both"
         )
-    for array, origin in zip(target, source, strict=False):
-        dtypes = _dtype_name(origin), _dtype_name(array)
-        if dtypes[0] not in ("float32", "float16", "bfloat16", dtypes[1]):
-            raise TypeError(
-                f"an update of {dtypes[0]} for parameters of {dtypes[1]}: it would be rounded; pass {dtypes[1]}"
-            )
+    check_dtypes(target, source)
     shaped = _shaped(target, source)
     if _are_on_device(target, source):
         _in_one_launch("add_", target, shaped if factor == 1.0 else scaled(shaped, factor))

@@ -29,6 +29,7 @@ from gradwire.transport import Peer
 
 from ..seeds import seeds
 from .cluster import Cluster, FakeNode, cluster, run_cluster
+from .test_local import SHAPES, run_team, tensors
 from .test_membership import NUMEL, THRESHOLD, Trainer, assert_identical, update
 
 FEW_S = 5.0
@@ -481,6 +482,23 @@ def test_a_call_in_the_middle_of_another_is_refused(
         params = np.zeros(NUMEL, np.float32)
         assert [share.step(update(1, step), params).step for step in range(2)] == [0, 1]
     assert len(refusals) == 2
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int32", "complex64", "bool"])
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_worker_s_update_that_would_be_rounded_is_refused_and_its_team_goes_on(
+    bad: int, dtype: str
+) -> None:
+    def work(rank: int, share: Any) -> Any:
+        params = tensors()
+        if rank == bad:
+            with pytest.raises(TypeError, match=f"an update of {dtype} .* would be rounded; pass"):
+                share.step([array.astype(dtype) for array in tensors(1)], params)
+        share.step([np.full(shape, 2 * THRESHOLD, np.float32) for shape in SHAPES], params)
+        return params
+
+    for params in run_team(work, 2)[0]:
+        assert all((array > 0.0).all() for array in params)
 
 
 def test_useless_densities_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:

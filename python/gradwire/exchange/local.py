@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from .. import clock, errors
 from ..agreement import Agreement, sample_of
-from ..arrays import Arrays, copies, difference, on_host, put, views, writable_views
+from ..arrays import Arrays, check_dtypes, copies, difference, on_host, put, views, writable_views
 from ..errors import Closed, GradwireError, Mismatch, NotCopied, PeerLost, is_failure
 from ..shared_memory import (
     STATE_SUFFIX,
@@ -658,7 +658,7 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
         """
         update = views(update)
         if self.note_written(params):
-            self._check_sizes(update)
+            self._check_update(update)
             changes = difference(writable_views(params), self.team.params)
             pairs = zip(update, changes, strict=True)
             update = [array.reshape(change.shape) + change for array, change in pairs]
@@ -786,7 +786,7 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
             raise RuntimeError("the team has no parameters yet: call join or step first")
         before = team.params if has_moved else None
         if update is not None:
-            self._check_sizes(update)
+            self._check_update(update)
             if self._is_measured:
                 self._sample = sample_of(update) - (sample_of(before) if before else 0.0)
         # A worker that takes the place of a dead one begins with whatever the others do, without an update.
@@ -892,7 +892,8 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
         )
         return interrupt
 
-    def _check_sizes(self, update: Arrays) -> None:
+    def _check_update(self, update: Arrays) -> None:
+        check_dtypes(self.team.params, update)
         given, sizes = ([array.size for array in each] for each in (update, self.team.params))
         if given != sizes:
             raise ValueError(f"an update of arrays with {given} elements for parameters of {sizes}")
