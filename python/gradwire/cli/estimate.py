@@ -49,6 +49,16 @@ LOCAL_ADVICE = (
     "the losses (docs/howto/slow-links.md)."
 )
 MEASURE_S = 1.5
+# What the numbers of a `Job` are on the command line.
+OPTIONS = {
+    "elements": "--params",
+    "nodes": "--nodes",
+    "workers": "--workers",
+    "step_s": "--step, in seconds,",
+    "link_bytes_per_s": "--link, in bytes per second,",
+    "latency_s": "--latency, in seconds,",
+    "density": "--density",
+}
 PROCESSOR_SHARE_MAX = 0.25  # of the time, from which a measured rate is that of the processor
 PLOT_DECADES = (6.0, 11.0)  # of the link rate in bit/s
 
@@ -176,15 +186,20 @@ def _job(arguments: argparse.Namespace) -> tuple[Job, list[tuple[int, ...]]]:
     density = default_policy(elements, is_adaptive=optimizer in ADAPTIVE).density
     if arguments.density is not None:
         density = number("--density", arguments.density)
-    job = Job(
-        elements=elements,
-        nodes=whole("--nodes", arguments.nodes, least=2),
-        workers=whole("--workers", arguments.workers, least=1),
-        step_s=step_s,
-        link_bytes_per_s=1.0 if arguments.link is None else rate("--link", arguments.link),
-        latency_s=seconds("--latency", arguments.latency or "0.1ms"),
-        density=density,
-    )
+    numbers: dict[str, Any] = {
+        "elements": elements,
+        "nodes": whole("--nodes", arguments.nodes, least=2),
+        "workers": whole("--workers", arguments.workers, least=1),
+        "step_s": step_s,
+        "link_bytes_per_s": 1.0 if arguments.link is None else rate("--link", arguments.link),
+        "latency_s": seconds("--latency", arguments.latency or "0.1ms"),
+        "density": density,
+    }
+    try:
+        job = Job(**numbers)
+    except ValueError as error:
+        name, _, problem = str(error).partition(" ")
+        raise ValueError(f"{OPTIONS[name]} {problem}") from None
     if arguments.measure is not None:
         job = _measured(job, arguments.measure, has_latency=arguments.latency is not None)
     # Imported here, and used last, because wrong arguments should not wait for it.
@@ -397,12 +412,14 @@ def plot(job: Job, path: Path, *, has_default_density: bool = False) -> None:
     """Draw the speed-up over a float32 ring at all link rates, and mark where there is none; see `ways`.
 
     Raises:
-        ValueError: matplotlib is missing, or has no format of this name.
+        ValueError: matplotlib is missing, or has no format of this name, or the path is a folder's.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise ValueError('--plot needs matplotlib: pip install "gradwire[demo]"') from None
+    if path.is_dir():  # matplotlib would write a file of another name beside it
+        raise ValueError(f"--plot {path} is a folder: name a file, such as {path / 'speed.png'}")
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     low, high = PLOT_DECADES
