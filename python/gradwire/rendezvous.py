@@ -30,6 +30,7 @@ SECRETS = ("GRADWIRE_SECRET", "GRADWIRE_SECRET_FILE")
 # Ports for launchers that name none: 20,000 to 39,999, chosen by the name of the run.
 _PORT_FIRST = 20_000
 _PORTS = 20_000
+_PORT_LAST = 65_535
 
 # Longest wait for a name, and the pause between two questions.
 _NAME_WAIT_S = 600.0
@@ -48,6 +49,20 @@ _PAIRS = (
     ("PMI_RANK", "PMI_SIZE"),
     ("SLURM_PROCID", *_SLURM_SIZES),
 )
+
+# The variables with the numbers of a `Placement`, by its launcher.
+_NUMBERS = {
+    "Open MPI": tuple(
+        f"OMPI_COMM_WORLD_{key}" for key in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    ),
+    "PMI": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    "SLURM": (
+        *("SLURM_PROCID", *_SLURM_SIZES, "SLURM_LOCALID"),
+        *("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
+    ),
+    "Kubernetes": ("JOB_COMPLETION_INDEX", MIN_PEERS),
+}
+_TORCHRUN_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 # Variables of launchers that do not tell where the other processes are: PMIx, Flux, PALS, MVAPICH2, JSM.
 _OTHER_RANKS = (
@@ -227,7 +242,7 @@ def parse_address(text: str) -> tuple[str, int]:
         host = host[1:-1]
     elif ":" in host:
         raise ValueError(f"address {text!r}: write an IPv6 address as [host]:port")
-    if not separator or not port.isdecimal() or int(port) > 65_535:
+    if not separator or not port.isdecimal() or int(port) > _PORT_LAST:
         raise ValueError(f"address {text!r} is not of the form host:port, with a port up to 65535")
     return host, int(port)
 
@@ -249,7 +264,7 @@ def placement(environ: Mapping[str, str] | None = None) -> Placement:
         or _kubernetes(variables)
         or _alone(variables)
     )
-    _check(launched)
+    _check(launched, variables)
     return replace(
         launched,
         bind=_checked(BIND, variables.get(BIND, "")) or None,
@@ -291,19 +306,11 @@ def _torchrun(variables: Mapping[str, str]) -> Placement | None:
 
 def _mpi(variables: Mapping[str, str]) -> Placement | None:
     """Open MPI's mpirun, and MPICH, Intel MPI and others that speak PMI."""
-    for launcher, names, job in (
-        (
-            "Open MPI",
-            [f"OMPI_COMM_WORLD_{key}" for key in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")],
-            ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
-        ),
-        (
-            "PMI",
-            ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"],
-            ("PMI_JOBID", "I_MPI_HYDRA_UUID", "HYDI_CONTROL_FD", "PMI_PORT"),
-        ),
+    for launcher, job in (
+        ("Open MPI", ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")),
+        ("PMI", ("PMI_JOBID", "I_MPI_HYDRA_UUID", "HYDI_CONTROL_FD", "PMI_PORT")),
     ):
-        rank, size, local_rank, local_size = names
+        rank, size, local_rank, local_size = _NUMBERS[launcher]
         if rank not in variables or size not in variables:
             continue
         if local_rank not in variables and "SLURM_PROCID" in variables:
@@ -433,29 +440,33 @@ def _leftover(variables: Mapping[str, str]) -> str:
     return ""
 
 
-def _check(place: Placement) -> None:
+def _check(place: Placement, variables: Mapping[str, str]) -> None:
     """Raise `ValueError` if the numbers of a launcher contradict each other: the others would be waited for in vain."""
-    source = place.launcher
+    problem = _contradiction(place)
+    if problem:
+        names = _NUMBERS.get(place.launcher, _TORCHRUN_NUMBERS)
+        given = ", ".join(f"{name}={variables[name]}" for name in names if name in variables)
+        raise ValueError(f"{place.launcher}: {problem} ({given})")
+
+
+def _contradiction(place: Placement) -> str:
+    """Return how the numbers of a launcher contradict each other; empty: they do not."""
+    here = "processes on this machine"
     if place.rank is None or place.size is None:
-        return
+        return ""
+    if place.size < 1:
+        return f"{place.size} processes in all: there is one at least"
     if place.rank >= place.size:
-        raise ValueError(
-            f"{source}: rank {place.rank} of {place.size} processes: ranks are 0 to {place.size - 1}"
-        )
+        return f"rank {place.rank} of {place.size} processes: ranks are 0 to {place.size - 1}"
     if place.local_size < 1:
-        raise ValueError(
-            f"{source}: {place.local_size} processes on this machine: there is one at least"
-        )
+        return f"{place.local_size} {here}: there is one at least"
     if place.local_size > place.size:
-        raise ValueError(
-            f"{source}: {place.local_size} processes on this machine, but {place.size} in all"
-        )
+        return f"{place.local_size} {here}, but {place.size} in all"
     # A launcher may leave out the number of this machine's processes, which are then nodes of their own.
     if place.local_rank >= place.local_size > 1:
-        raise ValueError(
-            f"{source}: local rank {place.local_rank} of {place.local_size} processes on this machine: local ranks are "
-            f"0 to {place.local_size - 1}"
-        )
+        last = place.local_size - 1
+        return f"local rank {place.local_rank} of {last + 1} {here}: local ranks are 0 to {last}"
+    return ""
 
 
 def _seed(variables: Mapping[str, str]) -> str:
@@ -469,7 +480,12 @@ def _seed(variables: Mapping[str, str]) -> str:
             f"the environment variable MASTER_ADDR is {host!r}, must be a name or an IP address without brackets, "
             "scheme or port: the port goes into MASTER_PORT"
         )
-    return format_address((host, _number(variables, "MASTER_PORT")))
+    port = _number(variables, "MASTER_PORT")
+    if port > _PORT_LAST:
+        raise ValueError(
+            f"the environment variable MASTER_PORT is {port}, must be a port, up to {_PORT_LAST}"
+        )
+    return format_address((host, port))
 
 
 def _is_ipv6(host: str) -> bool:
