@@ -594,6 +594,17 @@ def test_a_state_of_another_format_is_refused() -> None:
         ({"velocity": torch.zeros(3)}, r"parameter weights\.1 is not .*a velocity of 3 elements"),
         ({"residual": torch.tensor([float("nan")])}, r"weights\.1 is not .*are not finite"),
         ({"residual": None}, r"parameter weights\.1 is not that of a hook"),
+        (
+            {"residual": torch.zeros(2)},
+            r"weights\.1 has 2 elements, the parameter has \d+: .* model",
+        ),
+        ({"residual": torch.zeros(2, dtype=torch.int32)}, "residual is int32, must be float32 or"),
+        (
+            {"velocity": torch.zeros(SHAPES[1]).ravel()},
+            r"has momentum for parameter weights\.1, this state was made",
+        ),
+        ({"parameters": None}, "must have a dict of parameters, has None"),
+        ({"weights.1": torch.zeros(3)}, r"weights\.1 is not .*it must be a dict, is tensor"),
     ],
     ids=str,
 )
@@ -605,12 +616,12 @@ def test_a_state_that_cannot_be_used_is_refused_as_a_whole(
     state.load_state_dict(good)
     before = repr(state.state_dict())
     wrong = {**copy.deepcopy(good), "step": 9, "scale": 9.0}
+    residuals = wrong["residuals"]
+    of_parameter = residuals["parameters"]["weights.1"]
     for key, value in change.items():
-        if key in wrong:
-            wrong[key] = value
-        else:
-            of_parameter = wrong["residuals"]["parameters"]["weights.1"]
-            of_parameter[key.removesuffix(" of it")] = value
+        holders = (wrong, residuals, residuals["parameters"])
+        holder = next((each for each in holders if key in each), of_parameter)
+        holder[key.removesuffix(" of it")] = value
     with pytest.raises((TypeError, ValueError), match=complaint):
         state.load_state_dict(wrong)
     with pytest.raises(ValueError, match="state lacks residuals, scale, step"):

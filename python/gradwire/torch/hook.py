@@ -650,7 +650,7 @@ def register_threshold_hook(
             momentum beside the hook's.
         TypeError: ``model`` is not wrapped in DDP, or ``optimizer`` is none of torch's.
     """
-    if not hasattr(model, "register_comm_hook"):
+    if isinstance(model, type) or not hasattr(model, "register_comm_hook"):
         raise TypeError(
             f"the hook is for DistributedDataParallel(model), got a {type(model).__name__} itself"
         )

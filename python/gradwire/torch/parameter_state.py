@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import reprlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -251,11 +252,20 @@ class ParameterStates:
                 changed.
         """
         check_format(state, _STATE_FORMAT)
-        for name, loaded in state["parameters"].items():
+        parameters = state.get("parameters")
+        if not isinstance(parameters, Mapping):
+            raise ValueError(
+                f"state must have a dict of parameters, has {reprlib.repr(parameters)}: load another checkpoint"
+            )
+        for name, loaded in parameters.items():
             _check_loaded(name, loaded)
         if self._is_named and not self._expected:
-            self._check_known(state["parameters"])
-        self._loaded = dict(state["parameters"])
+            self._check_known(parameters)
+        # Here rather than in the first backward pass, in which the other ranks would wait for this one.
+        for parameter, name in self._names.items():
+            if name in parameters:
+                self._check_fits(name, parameters[name], parameter.numel())
+        self._loaded = dict(parameters)
         self._states.clear()
 
     def check_all_loaded(self) -> None:
@@ -275,6 +285,19 @@ class ParameterStates:
                 f"its own are named {', '.join(sorted(self._names.values()))}"
             )
 
+    def _check_fits(self, name: str, loaded: Mapping[str, Any], numel: int) -> None:
+        size = loaded["residual"].numel()
+        if size != numel:
+            raise ValueError(
+                f"the residual of parameter {name} has {size} elements, the parameter has {numel}: the checkpoint is "
+                "of another model"
+            )
+        if loaded["velocity"] is not None and not self._momentum:
+            raise ValueError(
+                f"the checkpoint has momentum for parameter {name}, this state was made without: "
+                "give ThresholdState the momentum that it had"
+            )
+
     def _make_state(self, parameter: torch.Tensor, dtype: str) -> ParameterState:
         numel = parameter.numel()
         name = self._names[parameter]
@@ -285,16 +308,12 @@ class ParameterStates:
         state = ParameterState(encoder, self._momentum, sizes)
         if loaded is None:
             return state
-        residual = loaded["residual"].cpu().numpy()
-        if residual.size != numel or residual.dtype != dtype:
+        self._check_fits(name, loaded, numel)
+        saved = str(loaded["residual"].dtype).split(".")[1]
+        if saved != dtype:
             raise ValueError(
-                f"the residual of parameter {name} is {residual.dtype}[{residual.size}], it now needs "
-                f"{dtype}[{numel}]: the checkpoint is of another model"
-            )
-        if loaded["velocity"] is not None and state.velocity is None:
-            raise ValueError(
-                f"the checkpoint has momentum for parameter {name}, this state was made without: "
-                "give ThresholdState the momentum that it had"
+                f"the residual of parameter {name} is {saved}, it now needs {dtype}: the checkpoint is of a model of "
+                "another dtype"
             )
         state.load_state_dict(loaded)
         del self._loaded[name]
@@ -326,7 +345,11 @@ def _check_product(values: torch.Tensor, factor: float) -> None:
 def _check_loaded(name: str, state: dict[str, Any]) -> None:
     """Refuse what cannot be the state of a parameter of any size, before it replaces another."""
     try:
+        if not isinstance(state, Mapping):
+            raise TypeError(f"it must be a dict, is {reprlib.repr(state)}")
         residual = state["residual"].cpu().numpy()
+        if str(residual.dtype) not in ("float32", "float64"):
+            raise ValueError(f"its residual is {residual.dtype}, must be float32 or float64")
         plain = {**Encoder(0).state_dict(), **{key: state[key] for key in _PLAIN}}
         EncoderState.of({**plain, "residual": residual}, residual.size, str(residual.dtype))
         for size in state["sizes"]:
