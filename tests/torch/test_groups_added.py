@@ -235,12 +235,14 @@ def test_groups_that_cannot_be_added_are_refused() -> None:
     net = model()
     optimizer = share(net, OPTIMIZERS["AdamW"](net[2].parameters()))
     steps(net, optimizer, 2)
-    for params, error, text in (
-        ([torch.nn.Parameter(torch.zeros(3))], ValueError, "not the model's"),
-        (list(net[2].parameters()), ValueError, "more than one parameter group"),
+    for group, text in (
+        ({"params": [torch.nn.Parameter(torch.zeros(3))]}, "not the model's"),
+        ({"params": list(net[2].parameters())}, "more than one parameter group"),
+        ({"parameters": [], "lr": 0.1}, "needs \"params\", this dict has 'parameters', 'lr'"),
+        ({}, "this dict has nothing"),
     ):
-        with pytest.raises(error, match=text):
-            optimizer.add_param_group({"params": params})
+        with pytest.raises(ValueError, match=text):
+            optimizer.add_param_group(group)
         assert len(optimizer.param_groups) == 1
         steps(net, optimizer, 1)
     net = model()

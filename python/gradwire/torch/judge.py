@@ -17,6 +17,7 @@ import torch
 
 __all__ = [
     "Judgement",
+    "check_group",
     "group_numbers",
     "is_adaptive",
     "judge",
@@ -132,6 +133,16 @@ def judge(optimizer: torch.optim.Optimizer) -> Judgement:
 def is_adaptive(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimiser divides its updates by the size of its own gradients, see `judge`."""
     return judge(optimizer).is_adaptive
+
+
+def check_group(param_group: Any) -> Any:
+    """Return a group of parameters; raise `ValueError` for a dict without any, of which torch says `KeyError`."""
+    if isinstance(param_group, dict) and "params" not in param_group:
+        raise ValueError(
+            f'a group of parameters needs "params", this dict has {", ".join(map(repr, param_group)) or "nothing"}: '
+            'write {"params": layer.parameters()}'
+        )
+    return param_group
 
 
 def parameters_of(

@@ -26,7 +26,7 @@ from ..sharing import check_role
 from ..state import check_flag
 from . import checkpoint
 from .checkpoint import KEY, LoadedState, Values, dcp_caller, put_into, take_from
-from .judge import Judgement, judge, pace_of, parameters_of, scaled_rates
+from .judge import Judgement, check_group, judge, pace_of, parameters_of, scaled_rates
 from .marks import Marks
 from .optimizer_state import SharedState
 from .staging import Staging, fetch_moved, is_same, snapshot, store, sums_of
@@ -654,7 +654,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         self._check_open()
         self._check_outside("add_param_group")
         inner = self.optimizer
-        inner.add_param_group(param_group)
+        inner.add_param_group(check_group(param_group))
         try:
             self._extend_exchange(self._extend)
             gc.collect()  # frees the former exchange, whose parts know each other
