@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import re
@@ -670,7 +671,29 @@ def test_workers_that_do_not_end_are_killed(how: str, tmp_path: Path) -> None:
 def test_an_impossible_grace_is_refused(grace: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["run", "-n", "2", f"--grace={grace}", "train.py"])
-    assert "--grace" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"--grace: '{grace}' must be a number of seconds, 0 or more" in error
+
+
+def test_too_many_workers_are_refused_before_memory_is_taken_for_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["run", "-n", "99999999999", __file__]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line == "gradwire run: -n is 99999999999, must be 1 to 1024"
+
+
+def test_workers_that_the_system_does_not_start_are_an_error_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", fail)
+    assert main(["run", "-n", "2", __file__]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("gradwire run: 2 workers cannot be started: ")
+    assert line.endswith("Resource temporarily unavailable")
 
 
 @pytest.mark.parametrize(

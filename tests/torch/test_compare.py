@@ -166,10 +166,13 @@ def test_a_script_that_fails_shows_its_own_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["-n", "1"], "-n is 1, must be 2 or more"),
+        (["-n", "1"], "-n is 1, must be 2 to 1024"),
+        (["-n", "99999999999"], "-n is 99999999999, must be 2 to 1024"),
         (["-n", "2", "--steps", "19"], "steps is 19, must be 20 or more"),
         (["--link", "1Mbit"], "give -n as well"),
         (["-n", "2", "--latency", "20ms"], "give --link as well"),
+        (["-n", "2", "--link", "1Mbit", "--latency=-1"], "--latency is -1, must be 0 or more"),
+        (["-n", "2", "--link=-1Mbit"], "--link is -1Mbit, must be above 0"),
         (["-n", "2", "--link", "fast"], "not a rate"),
         (["-n", "2", "--link", "0Mbit"], "--link is 0Mbit, must be above 0"),
         ([], "needs two processes or more"),

@@ -21,7 +21,7 @@ from typing import Any
 
 from .demo.link import Link, links
 from .estimate import rate, seconds
-from .run import environments, free_port, run_all
+from .run import WORKERS_MAX, environments, free_port, run_all
 
 _TASK = "GRADWIRE_COMPARE"  # for the processes of this command, in JSON
 _PACKAGE = Path(__file__).parents[1]
@@ -123,11 +123,14 @@ def _check(arguments: argparse.Namespace) -> None:
         from gradwire.torch.comparison import Place
 
         Place.from_env()
-    elif arguments.workers < 2:
-        raise ValueError(f"-n is {arguments.workers}, must be 2 or more")
-    if seconds("--latency", arguments.latency) and not arguments.link:
+    elif not 2 <= arguments.workers <= WORKERS_MAX:
+        raise ValueError(f"-n is {arguments.workers}, must be 2 to {WORKERS_MAX}")
+    latency_s = seconds("--latency", arguments.latency)
+    if latency_s < 0.0:
+        raise ValueError(f"--latency is {arguments.latency}, must be 0 or more")
+    if latency_s and not arguments.link:
         raise ValueError("--latency is that of links: give --link as well, such as --link 100Mbit")
-    if arguments.link is not None and not rate("--link", arguments.link):
+    if arguments.link is not None and not rate("--link", arguments.link) > 0.0:
         raise ValueError(
             f"--link is {arguments.link}, must be above 0; without --link the rate is not limited"
         )

@@ -18,6 +18,7 @@ from typing import Any, TextIO
 
 from gradwire.shared_memory import free_leftovers
 
+WORKERS_MAX = 1_024  # more processes than a machine has processors train no faster
 _POLL_S = 0.05
 _LAST_OUTPUT_S = 5.0  # to copy what the workers have written, once all have ended
 _GRACE_S = 30.0  # as torchrun gives; a checkpoint of 10 GB takes about as long on a disk
@@ -55,18 +56,19 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Start the workers, wait, and return 0 or the status of the first that failed."""
     count = arguments.workers
-    if count < 1:
-        print(f"gradwire run: -n is {count}, must be 1 or more", file=sys.stderr)
+    if not 1 <= count <= WORKERS_MAX:
+        print(f"gradwire run: -n is {count}, must be 1 to {WORKERS_MAX}", file=sys.stderr)
         return 2
     if not arguments.module and not os.path.isfile(arguments.script):
         print(f"gradwire run: there is no file {arguments.script}", file=sys.stderr)
         return 2
     command = [sys.executable, *(["-m"] if arguments.module else []), arguments.script]
-    return run_all(
-        [*command, *arguments.arguments],
-        environments(count, as_machines=arguments.as_machines),
-        arguments.grace,
-    )
+    places = environments(count, as_machines=arguments.as_machines)
+    try:
+        return run_all([*command, *arguments.arguments], places, arguments.grace)
+    except OSError as error:
+        print(f"gradwire run: {count} workers cannot be started: {error}", file=sys.stderr)
+        return 1
 
 
 def environments(count: int, *, as_machines: bool) -> list[dict[str, str]]:
@@ -97,9 +99,12 @@ def environments(count: int, *, as_machines: bool) -> list[dict[str, str]]:
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
     if not 0.0 <= seconds < math.inf:
-        raise argparse.ArgumentTypeError("must be 0 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds, 0 or more")
     return seconds
 
 
