@@ -85,6 +85,11 @@ def test_info_says_so_when_the_forced_instruction_set_is_unusable(tmp_path: Path
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     assert re.search(r"instruction set: none: .*abacus", done.stdout)
+    command = [*command[:-1], "estimate", "--params", "1M", "--step", "1", "--link", "1Gbit"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert re.match(r"gradwire: .*abacus.* \(set GRADWIRE_ISA", line)
 
 
 def test_every_secret_is_new_and_a_node_takes_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -252,6 +252,29 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
             begun.load_state_dict(state)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("encoders", value) for value in (None, [1.0], np.zeros(2), [{}])],
+        *[(name, None) for name in ("numel", "dtype", "residual", "threshold", "step")],
+        ("residual", np.full(2, np.nan, np.float32)),
+        ("residual", np.zeros(3, np.float32)),
+    ],
+    ids=repr,
+)
+def test_a_damaged_state_is_not_redistributed(name: str, value: Any) -> None:
+    states = states_of([[0.5, 0.0], [0.25, 0.0]])
+    damaged = copy.deepcopy(states[1])
+    (damaged if name in damaged and name != "step" else damaged["encoders"][0])[name] = value
+    with pytest.raises((TypeError, ValueError)):
+        redistribute([states[0], damaged], 1)
+    if name in ("numel", "dtype"):
+        del damaged["encoders"][0][name]
+        with pytest.raises(ValueError, match="this encoder of"):
+            redistribute([states[0], damaged], 1)
+    assert len(redistribute((state for state in states), 1)) == 1  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("state", [None, [], "text"])
 def test_a_state_of_another_kind_is_refused(state: Any) -> None:
     with cluster(0) as made:

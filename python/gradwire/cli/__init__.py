@@ -41,6 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of the output has gone (`| head`); Python's flush at exit needs a place for the rest.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return status or 1
+    except gradwire.BackendUnavailable as error:  # GRADWIRE_ISA names another machine's
+        print(f"gradwire: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("gradwire: interrupted", file=sys.stderr)
         return 130  # the shell's status for it

@@ -273,7 +273,8 @@ def redistribute(
 
     Raises:
         ValueError: the states are not of one run and step, or were taken between exchanges of local steps, or one is
-            there twice, or is of another local rank than 0.
+            there twice, or is of another local rank than 0, or is damaged.
+        TypeError: a state, or that of an encoder, is no dict.
 
     >>> import numpy as np, gradwire as gw
     >>> states, node = [], gw.Node("127.0.0.1:0", secret=bytes(range(32)))
@@ -290,6 +291,7 @@ def redistribute(
     world_size = whole("world_size", world_size, least=1)
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction is {reduction!r}, must be 'mean' or 'sum'")
+    states = list(states)
     if not states:
         raise ValueError("there are no states to redistribute")
     for state in states:
@@ -317,6 +319,9 @@ def redistribute(
                 "a state was taken when parameters had been written and not been exchanged: take it right after an "
                 "exchange"
             )
+        for saved in state["encoders"]:
+            described = saved if isinstance(saved, Mapping) else {}
+            EncoderState.of(saved, described.get("numel", 0), described.get("dtype", ""))
     contents = [
         (
             state["step"],
