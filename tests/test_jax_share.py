@@ -829,3 +829,45 @@ def test_a_factor_is_a_positive_number() -> None:
     for wrong in (True, 0.0, "2"):
         with pytest.raises(ValueError, match="update_scale is"):
             gradwire.jax.share(optax.sgd(0.1), update_scale=wrong)
+
+
+def test_what_cannot_be_shared_is_refused_and_the_next_update_is_what_it_would_have_been() -> None:
+    def train(*, errs: bool) -> Any:
+        params = {"weights": jax.numpy.ones((3, 2)), "bias": jax.numpy.zeros(2)}
+        gradients = jax.tree.map(jax.numpy.ones_like, params)
+        with gw.Node("127.0.0.1:0", secret=bytes(range(32))) as node:
+            optimizer = gradwire.jax.share(optax.adam(0.1), node=node, min_peers=0)
+            state = optimizer.init(params)
+            for _ in range(3):
+                if errs:
+                    for wrong in (None, "state", {}, 1):
+                        with pytest.raises(TypeError, match="state must be that of init"):
+                            optimizer.update(gradients, wrong, params)
+                    for value in (np.nan, np.inf):
+                        far = jax.tree.map(lambda leaf: leaf + value, params)  # noqa: B023
+                        with pytest.raises(gw.NonFiniteUpdate, match="8 elements of the param"):
+                            optimizer.update(gradients, state, far)
+                updates, state = optimizer.update(gradients, state, params)
+                params = optax.apply_updates(params, updates)
+            optimizer.close()
+        return params
+
+    plain, after_errors = train(errs=False), train(errs=True)
+    jax.tree.map(np.testing.assert_array_equal, plain, after_errors)
+
+
+def test_a_damaged_state_is_refused_and_changes_nothing() -> None:
+    params = [jax.numpy.ones(3), jax.numpy.zeros(())]
+    with gw.Node("127.0.0.1:0", secret=bytes(range(32))) as node:
+        optimizer = gradwire.jax.share(optax.sgd(0.1), node=node, min_peers=0)
+        optimizer.init(params)
+        state = optimizer.state_dict()
+        state["exchange"]["encoders"][0]["residual"][:] = 1.0
+        before = repr(optimizer.state_dict())
+        for name in ("params", "returned"):
+            for value in (None, "1", {}, 10**30):
+                damaged = {**state, name: [state[name][0], value]}
+                with pytest.raises(ValueError, match=r"array 1 of the state is of .*, must be of"):
+                    optimizer.load_state_dict(damaged)
+                assert repr(optimizer.state_dict()) == before
+        optimizer.close()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from .errors import Closed, Mismatch, is_failure
+from .errors import Closed, Mismatch, NonFiniteUpdate, is_failure
 from .sharing import Training, check_shapes, check_state, training_for
 from .state import check_flag
 from .transport import Node
@@ -317,6 +317,10 @@ class _SharedUpdates:
             raise ValueError(
                 "update needs the parameters: optimizer.update(gradients, state, params)"
             )
+        if not hasattr(state, "inner"):
+            raise TypeError(
+                f"state must be that of init, or of the last update, got {reprlib.repr(state)}"
+            )
         exchange = self._opened().exchange
         _refuse_tracers("update", (updates, params))
         if not self._has_joined:
@@ -327,6 +331,13 @@ class _SharedUpdates:
         before = [leaf.astype(own.dtype, copy=False) for leaf, own in pairs]
         # Parameters that were restored from elsewhere, or changed in another way, are the caller's word.
         if not any(matches):
+            count = _nonfinite(before) - _nonfinite(self._leaves)
+            if count > 0:  # once they are in ``_leaves``, the next update would be refused as well
+                raise NonFiniteUpdate(
+                    f"{count} elements of the parameters were set to NaN or infinity between two updates: nothing was "
+                    "sent; give finite values",
+                    count,
+                )
             _fill(self._leaves, before)
         state = self._state.take(exchange.step_number) or state
         if any(matches) and not any(matches[: len(matches) - self._outdated]):
@@ -754,14 +765,18 @@ def _blocks(*arrays: Any) -> Iterator[list[Any]]:
         yield [array[begin : begin + _BLOCK_NUMEL] for array in flat]
 
 
+def _nonfinite(arrays: Sequence[Any]) -> int:
+    return sum(int((~np.isfinite(array)).sum()) for array in arrays)
+
+
 def _is_close(array: Any, expected: Any) -> bool:
     """Return whether two arrays are equal but for the rounding of an addition."""
     rounding = 4.0 * max(float(np.finfo(each.dtype).eps) for each in (array, expected))
     for block, other in _blocks(array, expected):
         if (block == other).all():
             continue
-        bound = rounding * np.maximum(np.abs(block), np.abs(other))
-        if not (np.abs(block - other) <= bound).all():
+        # Relative to what is expected, which is finite: infinity would be close to everything.
+        if not (np.abs(block - other) <= rounding * np.abs(other)).all():
             return False
     return True
 

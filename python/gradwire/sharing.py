@@ -481,10 +481,14 @@ def check_state(state: Any) -> None:
 
 
 def check_shapes(saved: Sequence[Any], params: Sequence[Any]) -> None:
-    """Raise `ValueError` if a state is of other parameters."""
+    """Raise `ValueError` if a state is of other parameters, or not of numbers."""
     shapes = [[list(np.shape(array)) for array in arrays] for arrays in (saved, params)]
     if shapes[0] != shapes[1]:
         raise ValueError(f"the state is of arrays of shapes {shapes[0]}, these have {shapes[1]}")
+    for index, array in enumerate(saved):
+        dtype = array.dtype if hasattr(array, "dtype") else np.asarray(array).dtype
+        if getattr(dtype, "kind", "f") in "OSUMm":  # torch's dtypes are all of numbers
+            raise ValueError(f"array {index} of the state is of {dtype}, must be of numbers")
 
 
 def _check_update(update: Any, params: Any) -> None:
