@@ -7,7 +7,7 @@ import io
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -514,3 +514,25 @@ def test_what_the_model_raises_is_told_with_its_type() -> None:
 
     with pytest.raises(gw.GradwireError, match=r"^KeyError: 'mask': model or loss failed with"):
         work_alone(replace(local_job(), model=lambda: Model(1, 1)), rows_of(4))
+def test_each_batch_for_validation_has_the_time_that_a_worker_has() -> None:
+    """Or a worker with many such rows would be given up, though it makes progress."""
+    calls: list[str] = []
+
+    class Watched(Unwatched):
+        @contextlib.contextmanager
+        def busy(self) -> Iterator[None]:
+            calls.append("busy")
+            yield
+
+    class Model(torch.nn.Linear):
+        def forward(self, inputs: Any) -> Any:
+            if not self.training:
+                calls.append("score")
+            return super().forward(inputs.float())
+
+    job = replace(local_job(), model=lambda: Model(1, 1), batch_size=4)
+    LocalWorker(job, Stage(0), Watched()).run(iter([rows_of(4, held=12)]))  # type: ignore[arg-type]
+    first = calls.index("score") - 1
+    assert calls[first:] == ["busy", "score"] * 3
+
+

@@ -198,13 +198,18 @@ class ModelReplica:
         times.steps += 1
         times.rows += len(batch[LABEL])
 
-    def score(self, held: Spill, times: Times) -> None:
-        """Add up the loss of the rows for validation."""
+    def score(
+        self,
+        held: Spill,
+        times: Times,
+        busy: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
+        """Add up the loss of the rows for validation, each batch in a block of ``busy``."""
         self.model.eval()
         for first in range(0, held.rows, self.job.batch_size):
-            rows = self._tensors(held, slice(first, first + self.job.batch_size))
-            weight = rows[WEIGHT].sum().item() if WEIGHT in rows else len(rows[LABEL])
-            with torch.no_grad():
+            with busy(), torch.no_grad():
+                rows = self._tensors(held, slice(first, first + self.job.batch_size))
+                weight = rows[WEIGHT].sum().item() if WEIGHT in rows else len(rows[LABEL])
                 times.held_loss += self._batch_loss(rows).item() * weight
             times.held_weight += weight
 
@@ -713,8 +718,7 @@ class Worker(ModelReplica):
             self.unfinished = {}
             self.end_steps(times)
             with self.trainer.shared():
-                with self.watch.busy():
-                    self.score(held, times)
+                self.score(held, times, self.watch.busy)
                 times.seconds = now_s() - began_s - times.start_s
                 exchange_s = times.encode_s + times.wait_s + times.apply_s
                 times.compute_s = times.seconds - times.data_s - exchange_s
