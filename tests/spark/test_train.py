@@ -194,9 +194,12 @@ def test_the_state_of_a_round_goes_to_the_workers_and_back(average_optimizer: bo
 
 
 def average(
-    training: ParameterAveraging, replicas: Sequence[ModelReplica], steps: int = 1
+    training: ParameterAveraging,
+    replicas: Sequence[ModelReplica],
+    steps: int = 1,
+    seeds: Sequence[int] = (0, 1),
 ) -> list[Times]:
-    """Train two replicas with rows of their own on two nodes of this process."""
+    """Train two replicas with rows of their own, drawn from the seeds, on two nodes of this process."""
     secret = bytes(range(32))
 
     def work(rank: int, node: gw.Node) -> Times:
@@ -204,7 +207,7 @@ def average(
         trainer = AveragingTrainer(training, replicas[rank], node, 2)
         times = Times()
         for step in range(steps):
-            generator = torch.Generator().manual_seed(10 * step + rank)
+            generator = torch.Generator().manual_seed(10 * step + seeds[rank])
             take_step(replicas[rank], torch.randn(4, 3, generator=generator))
             trainer._steps += 1
             trainer.end_epoch(times)
@@ -226,6 +229,15 @@ def test_statistics_of_batch_norm_are_averaged_with_the_parameters() -> None:
     for name in ("0.weight", "1.running_mean", "1.running_var"):
         assert torch.equal(left[name], right[name])
     assert left["1.running_mean"].abs().max() > 0
+
+
+def test_workers_that_have_the_same_parameters_are_averaged() -> None:
+    """As workers without rows have: their parameters are those at the beginning."""
+    training = ParameterAveraging(every=1)
+    replicas = [ModelReplica(job_of(training)) for _ in range(2)]
+    average(training, replicas, steps=2, seeds=(0, 0))
+    for left, right in zip(*map(tensors_of, replicas), strict=True):
+        assert torch.equal(left, right)
 
 
 def test_a_mask_with_infinities_stays_as_it_is() -> None:
@@ -505,15 +517,6 @@ def test_an_epoch_that_is_cut_in_two_is_whole_in_the_history(tmp_path: Path, eve
     assert history_of(work_alone(job, rows)) == history_of(whole)
 
 
-def test_what_the_model_raises_is_told_with_its_type() -> None:
-    """The message of a KeyError is the key alone."""
-
-    class Model(torch.nn.Linear):
-        def forward(self, _inputs: Any) -> Any:
-            raise KeyError("mask")
-
-    with pytest.raises(gw.GradwireError, match=r"^KeyError: 'mask': model or loss failed with"):
-        work_alone(replace(local_job(), model=lambda: Model(1, 1)), rows_of(4))
 def test_each_batch_for_validation_has_the_time_that_a_worker_has() -> None:
     """Or a worker with many such rows would be given up, though it makes progress."""
     calls: list[str] = []
@@ -536,3 +539,12 @@ def test_each_batch_for_validation_has_the_time_that_a_worker_has() -> None:
     assert calls[first:] == ["busy", "score"] * 3
 
 
+def test_what_the_model_raises_is_told_with_its_type() -> None:
+    """The message of a KeyError is the key alone."""
+
+    class Model(torch.nn.Linear):
+        def forward(self, _inputs: Any) -> Any:
+            raise KeyError("mask")
+
+    with pytest.raises(gw.GradwireError, match=r"^KeyError: 'mask': model or loss failed with"):
+        work_alone(replace(local_job(), model=lambda: Model(1, 1)), rows_of(4))

@@ -477,21 +477,26 @@ class AveragingTrainer:
             )
         before = self._exchange.stats
         # In pieces: an exchange holds its messages of several steps, with AdamW each three times the parameters.
-        mean = np.empty_like(self._residual)
-        for first in range(0, values.numel, mean.size):
-            size = min(mean.size, values.numel - first)
-            values.copy_to(self._residual[:size], first)
-            mean.fill(0.0)
-            try:
+        mean = np.zeros_like(self._residual)
+        try:
+            if not before.steps:
+                # With a residual of zero: that of two workers without rows is the same, and would be refused for it.
+                start_s = now_s()
+                self._exchange.join(mean)
+                times.wait_s += now_s() - start_s
+            for first in range(0, values.numel, mean.size):
+                size = min(mean.size, values.numel - first)
+                values.copy_to(self._residual[:size], first)
+                mean.fill(0.0)
                 self._exchange.step(None, mean)  # sends the residual, and leaves zeros
-            except Mismatch as error:
-                raise ValueError(
-                    f"not all workers' optimisers have a state of the same parameters, as where a parameter has "
-                    f"gradients on some workers only ({error}); {_ALONE}"
-                ) from error
-            if len(self._exchange.members) < self._others:
-                raise PeerLost(lost_workers(self._node.names, self._exchange.members))
-            values.copy_from(mean[:size], first)
+                if len(self._exchange.members) < self._others:
+                    raise PeerLost(lost_workers(self._node.names, self._exchange.members))
+                values.copy_from(mean[:size], first)
+        except Mismatch as error:
+            raise ValueError(
+                f"not all workers' optimisers have a state of the same parameters, as where a parameter has "
+                f"gradients on some workers only ({error}); {_ALONE}"
+            ) from error
         times.add(before, self._exchange.stats, is_leader=True)
 
     def shared(self) -> contextlib.AbstractContextManager[None]:
