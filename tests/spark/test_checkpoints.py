@@ -71,6 +71,23 @@ def test_the_position_is_read_as_it_was_written(
         Checkpoints(None, "/nowhere", 5).read(0, 1)
 
 
+def test_where_other_workers_lead_teams_all_begin_with_one_model_and_no_residual(
+    tmp_path: Path,
+) -> None:
+    """As where Spark repeats a stage, and puts the workers on other machines."""
+    written = Checkpoints(f"{tmp_path}/fit", None, 5)
+    for rank in range(4):
+        optimizer = {"gradwire": rank, "lr": rank}
+        state = {"model": {"weight": rank}, "optimizer": optimizer, "attempt": {"history": [rank]}}
+        written.write(12, rank, state)
+    written.finish(12, 4, Position(1, 2, 32, 1), [0, 2])
+    _, read = written.read(1, 4, [0, 2])
+    assert (read["model"], read["optimizer"]) == ({"weight": 1}, {"gradwire": 1, "lr": 1})
+    _, read = written.read(1, 4, [0, 1])
+    assert (read["model"], read["optimizer"]) == ({"weight": 0}, {"lr": 1})
+    assert read["attempt"] == {"history": [1]}
+
+
 def test_a_fit_that_fails_names_the_folder_if_there_is_a_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

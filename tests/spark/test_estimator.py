@@ -489,6 +489,17 @@ def test_another_number_of_workers_goes_on_at_the_row(
     assert model.history.steps.tolist() == [steps]
 
 
+def test_a_fit_goes_on_with_other_teams(rows: Any, tmp_path: Path) -> None:
+    folder = None
+    for epochs, size in enumerate((2, 1, 2), start=1):
+        training = SharedTraining(workers_per_node=size)
+        estimator = make_estimator(epochs=epochs, training=training, checkpoint=tmp_path)
+        model = estimator.fit(rows, resume=folder)
+        folder = model.checkpoint
+    assert model.history.epoch.tolist() == [0, 1, 2]
+    assert accuracy(model, rows) > 0.9
+
+
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_local_steps_that_are_left_at_the_end_of_an_epoch_are_exchanged(
     rows: Any, mode: Any

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -336,8 +337,8 @@ class Stage:
     def partitionId(self) -> int:  # noqa: N802
         return self.rank
 
-    def getTaskInfos(self) -> list[None]:  # noqa: N802
-        return [None]
+    def getTaskInfos(self) -> list[Any]:  # noqa: N802
+        return [SimpleNamespace(address="127.0.0.1:1")]
 
     def cpus(self) -> int:
         return 1

@@ -7,7 +7,7 @@ import glob
 import io
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -30,6 +30,12 @@ def pack(value: Any) -> bytes:
 def unpack(data: bytes) -> Any:
     """Return the value that was packed: tensors and plain values only."""
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+def _read_state(url: str) -> dict[str, Any]:
+    with fsspec.open(url) as file:
+        state: dict[str, Any] = unpack(file.read())
+    return state
 
 
 @dataclass(frozen=True)
@@ -97,10 +103,13 @@ class Checkpoints:
         with files.open(f"{folder}/worker-{rank}.pt", "wb") as file:
             torch.save(state, file)
 
-    def finish(self, done: int, workers: int, position: Position) -> None:
+    def finish(
+        self, done: int, workers: int, position: Position, leads: Sequence[int] = ()
+    ) -> None:
         """Make the checkpoint, which all workers have written, the latest; keep it and the one before."""
         files, folder = fsspec.core.url_to_fs(self.folder)
         latest = {"done": done, "workers": workers, "position": asdict(position)}
+        latest["leads"] = list(leads)
         # A worker may die while it writes: the old file stays until the new one is whole. Object stores do so anyway.
         is_local = isinstance(files, LocalFileSystem)
         path = f"{folder}/latest.json"
@@ -119,16 +128,18 @@ class Checkpoints:
                     files.rm_file(path)
 
     def read(
-        self, rank: int, workers: int, *, is_warm: bool = False
+        self, rank: int, workers: int, leads: Sequence[int] = (), *, is_warm: bool = False
     ) -> tuple[Position, dict[str, Any]]:
         """Return the position and the state of the latest checkpoint; at the beginning an empty one.
 
         With another number of workers than wrote the checkpoint, the state is the first one's, without its residual
-        and history.
+        and history. So it is with the model and the residual if other workers lead the teams, as where Spark has put
+        the workers on other machines.
 
         Args:
             rank: of this worker.
             workers: number of workers.
+            leads: the workers that lead teams, which have the residuals.
             is_warm: a fit that continues another one has a history and a best model of its own.
 
         Raises:
@@ -143,11 +154,13 @@ class Checkpoints:
                     latest = json.load(file)
             except FileNotFoundError:
                 continue
-            source = rank if latest["workers"] == workers else 0
-            with fsspec.open(f"{folder}/step-{latest['done']:09d}/worker-{source}.pt") as file:
-                state = unpack(file.read())
-            if latest["workers"] != workers:
+            is_other = latest["workers"] != workers
+            states = f"{folder}/step-{latest['done']:09d}/worker-"
+            state = _read_state(f"{states}{0 if is_other else rank}.pt")
+            if is_other or latest.get("leads", list(leads)) != list(leads):
                 state["optimizer"].pop("gradwire", None)
+                state["model"] = _read_state(f"{states}0.pt")["model"]
+            if is_other:
                 for name in ("history", "unfinished"):  # of one worker; the losses are those of all
                     state.get("attempt", {}).pop(name, None)
             position = Position(**latest["position"])

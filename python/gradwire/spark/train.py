@@ -587,6 +587,8 @@ class Worker(ModelReplica):
         self.rank = context.partitionId()
         self.workers = len(context.getTaskInfos())
         torch.set_num_threads(max(1, context.cpus()))
+        self.teams = teams_of(hosts_of(context), job.team_size)
+        self.leads = sorted(team[0] for team in self.teams)
         self.longest_wait_s = max(job.training.timeout_s, START_S)
         self.trainer: SharedTrainer | AveragingTrainer
         self.history: list[dict[str, Any]] = []  # this worker's rows
@@ -599,7 +601,7 @@ class Worker(ModelReplica):
         training, held = spill(self.watched(batches), f"worker {self.rank}", self.job.columns)
         with self.watch.busy():
             position, state = self.job.checkpoints.read(
-                self.rank, self.workers, is_warm=self.job.is_warm
+                self.rank, self.workers, self.leads, is_warm=self.job.is_warm
             )
         steps, names = self.agree(training, held)
         with contextlib.ExitStack() as stack:
@@ -651,8 +653,7 @@ class Worker(ModelReplica):
         """Connect the nodes, one per team, and create the exchange over them."""
         job = self.job
         training = job.training
-        teams = teams_of(hosts_of(self.context), job.team_size)
-        leads = sorted(team[0] for team in teams)
+        leads = self.leads
         mask = training.network_mask
         limits = silence_limits(job.limits, training.timeout_s)
         try:
@@ -673,7 +674,7 @@ class Worker(ModelReplica):
         if node is not None:
             stack.callback(node.close, 1.0)
         if isinstance(training, SharedTraining):
-            [ranks] = [team for team in teams if self.rank in team]
+            [ranks] = [team for team in self.teams if self.rank in team]
             place = names[ranks[0]], ranks.index(self.rank), len(ranks)
             self.trainer = SharedTrainer(
                 training, self.optimizer, node, place, len(leads), self.model
@@ -798,7 +799,7 @@ class Worker(ModelReplica):
             epoch, step = divmod(done, steps)
             step_rows = self.workers * self.job.batch_size
             position = Position(epoch, step, step_rows, first_epoch)
-            self.job.checkpoints.finish(done, self.workers, position)
+            self.job.checkpoints.finish(done, self.workers, position, self.leads)
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint."""
