@@ -295,6 +295,14 @@ def test_partitions_without_rows_train_nothing_and_hold_up_nobody(rows: Any) -> 
         make_estimator().fit(rows.filter("label > 5"))
 
 
+@pytest.mark.parametrize("via", ["udp", "spark"])
+def test_patience_needs_rows_for_validation(rows: Any, via: Any) -> None:
+    options: dict[str, Any] = {"patience": 1, "validation_indicator_col": "held"}
+    estimator = make_estimator(training=ParameterAveraging(via=via), **options)
+    with pytest.raises((ValueError, gw.GradwireError), match="patience needs rows for validation"):
+        estimator.fit(rows.filter("not held"))
+
+
 def test_training_stops_early_and_gives_the_best_model(rows: Any) -> None:
     """From the second epoch on every step makes the model worse."""
 

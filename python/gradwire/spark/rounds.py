@@ -81,6 +81,8 @@ def fit(
         count = rows.filter(~is_held).count()
         if not count:
             raise ValueError("there are no rows to train on")
+        if job.patience and rows.filter(is_held).isEmpty():
+            raise ValueError("patience needs rows for validation, and there are none")
         every = _averaging(job).every
         rounds = -(-count // (workers * job.batch_size * every))
         round_rows = workers * job.batch_size * every
