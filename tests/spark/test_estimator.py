@@ -478,6 +478,9 @@ def test_a_fit_after_a_fit_goes_on_where_the_last_one_ended(
         for name, value in model.module().state_dict().items()
     )
     assert estimator.copy().fit(rows).history.epoch.tolist() == [0]
+    after = make_estimator(epochs=1, warm_start=True, **options)
+    after.fit(rows, resume=model.checkpoint)
+    assert after.fit(rows).history.epoch.tolist() == [3], "as after a driver that was killed"
     with pytest.raises(ValueError, match="warm_start needs checkpoint"):
         make_estimator(warm_start=True).fit(rows)
 

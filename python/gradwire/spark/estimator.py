@@ -209,7 +209,9 @@ class TorchEstimator(Estimator["TorchModel"], Stored):
         if resume is not None:
             continued = self.copy({self.warm_start: False})
             continued._resume = os.fspath(resume)
-            return continued.fit(dataset, params)
+            model = continued.fit(dataset, params)
+            self._last_checkpoint = continued._last_checkpoint or self._last_checkpoint
+            return model
         return super().fit(dataset, params)
 
     def copy(self, extra: Any = None) -> TorchEstimator:
