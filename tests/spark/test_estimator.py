@@ -690,6 +690,8 @@ def test_a_folder_for_checkpoints_that_cannot_be_made_is_an_error_before_trainin
 def test_wrong_columns_and_options_are_refused_before_anything_is_started(rows: Any) -> None:
     for options, error, text in (
         ({"features_col": "label"}, TypeError, "column 'label', for features, has type int"),
+        ({"label_col": None}, TypeError, "label_col is None, must name a column"),
+        ({"features_col": None}, TypeError, "features_col is None, must name a column"),
         ({"label_col": "missing"}, ValueError, "there is no column 'missing' for label"),
         ({"features_col": ["features"]}, TypeError, "must be a number"),
         ({"features_col": "nested"}, TypeError, r"or a vector \(flatten\(...\) makes one of it"),

@@ -263,6 +263,9 @@ class TorchEstimator(Estimator["TorchModel"], Stored):
                 raise TypeError(
                     f"{name} cannot be sent to the workers ({error}): create such objects inside the function"
                 ) from error
+        for name in ("features_col", "label_col"):
+            if values[name] is None:
+                raise TypeError(f"{name} is None, must name a column")
         for name in ("num_workers", "batch_size", "epochs", "checkpoint_every"):
             whole(name, values[name], least=1)
         for name in ("patience", "retries", "seed"):
