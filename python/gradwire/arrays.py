@@ -21,6 +21,8 @@ __all__ = [
     "add",
     "add_finite",
     "check_arrays",
+    "check_dtypes",
+    "check_order",
     "copies",
     "cuda_core",
     "cuda_problem",
@@ -291,6 +293,21 @@ def check_dtypes(params: Sequence[Any], update: Sequence[Any]) -> None:
         if dtypes[0] not in ("float32", "float16", "bfloat16", dtypes[1]):
             raise TypeError(
                 f"an update of {dtypes[0]} for parameters of {dtypes[1]}: it would be rounded; pass {dtypes[1]}"
+            )
+
+
+def check_order(update: Any, params: Any) -> None:
+    """Raise `ValueError` for an array of another shape: a transposed one has as many elements, in another order."""
+    arrays = [each if isinstance(each, (list, tuple)) else [each] for each in (update, params)]
+    is_paired = update is not None and len(arrays[0]) == len(arrays[1])
+    # The encoder compares the numbers of arrays and of elements, in all.
+    for index, (given, param) in enumerate(zip(*arrays, strict=False)):
+        here, there = tuple(np.shape(param)), tuple(np.shape(given))
+        is_flat = min(len(here), len(there)) <= 1
+        is_other = is_paired and math.prod(here) != math.prod(there)
+        if here != there and (not is_flat or is_other):
+            raise ValueError(
+                f"array {index} of the update has shape {there}, the parameters' has {here}: give it that, or flat"
             )
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import rendezvous
-from .arrays import check_arrays, copies, device_of, put, views, writable_views
+from .arrays import check_arrays, check_order, copies, device_of, put, views, writable_views
 from .codec import Encoder
 from .errors import Closed, NotCopied, PeerLost, TransportError, is_failure
 from .exchange import Exchange, Group, Groups, Joined, LocalExchange, LocalTeam, StepResult
@@ -319,7 +319,7 @@ class SharedArrays(NotCopied, instead="save its state_dict()"):
             NonFiniteUpdate, TimeoutError, PeerLost, Mismatch, Closed: as ``Exchange.join`` and ``Exchange.step``.
         """
         self._check_open()
-        _check_update(update, self.params)
+        check_order(update, self.params)
         if not self._has_joined:
             self.join()
         self.result = self.exchange.step(update, self.params)
@@ -489,21 +489,6 @@ def check_shapes(saved: Sequence[Any], params: Sequence[Any]) -> None:
         dtype = array.dtype if hasattr(array, "dtype") else np.asarray(array).dtype
         if getattr(dtype, "kind", "f") in "OSUMm":  # torch's dtypes are all of numbers
             raise ValueError(f"array {index} of the state is of {dtype}, must be of numbers")
-
-
-def _check_update(update: Any, params: Any) -> None:
-    """Raise `ValueError` for an array of another shape: a transposed one has as many elements, in another order."""
-    arrays = [each if isinstance(each, (list, tuple)) else [each] for each in (update, params)]
-    is_paired = update is not None and len(arrays[0]) == len(arrays[1])
-    # The exchange compares the numbers of arrays and of elements, in all.
-    for index, (given, param) in enumerate(zip(*arrays, strict=False)):
-        here, there = tuple(np.shape(param)), tuple(np.shape(given))
-        is_flat = min(len(here), len(there)) <= 1
-        is_other = is_paired and math.prod(here) != math.prod(there)
-        if here != there and (not is_flat or is_other):
-            raise ValueError(
-                f"array {index} of the update has shape {there}, the parameters' has {here}: give it that, or flat"
-            )
 
 
 def _groups_for(

@@ -151,7 +151,7 @@ def test_an_update_that_does_not_fit_one_group_is_taken_by_none(
     update = [np.full_like(array, 0.7) for array in params]
     share.step(update, params)
     before = [array.copy() for array in params], groups.whole_residuals()[0].copy()
-    with pytest.raises((TypeError, ValueError), match=r"key 1 of tensors \[1\]: update"):
+    with pytest.raises((TypeError, ValueError), match=r"key 1 of tensors \[1\]: update|array 1 of"):
         share.step([update[0], misfit], params)
     assert all(map(np.array_equal, before[0], params))
     assert np.array_equal(before[1], groups.whole_residuals()[0])

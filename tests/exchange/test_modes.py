@@ -497,6 +497,21 @@ def test_parameters_that_do_not_fit_a_team_are_refused_before_its_call(call: str
     assert params.tolist() == [1.0] * 4  # a threshold for each of two steps
 
 
+@pytest.mark.parametrize("every", [1, 2])
+def test_an_update_in_another_order_than_the_parameters_is_refused(every: int) -> None:
+    with cluster(0) as world:
+        share = gw.Exchange(gw.Encoder(10, 0.5), world.node(1), min_peers=0, every=every)
+        params = [np.zeros((2, 3), np.float32), np.zeros(4, np.float32)]
+        update = [np.ones((2, 3), np.float32), np.zeros(4, np.float32)]
+        for wrong in (update[::-1], [update[0].T, update[1]]):
+            with pytest.raises(ValueError, match="array 0 of the update has shape"):
+                share.step(wrong, params)
+        assert not any(param.any() for param in params)
+        share.step([update[0].ravel(), update[1]], params)
+    assert params[0].all()
+    assert not params[1].any()
+
+
 def test_what_is_neither_encoder_nor_node_is_refused() -> None:
     with cluster(0) as made:
         with pytest.raises(TypeError, match="enc must be an Encoder or Groups"):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from numpy.typing import NDArray
 
 from ..agreement import Agreement
-from ..arrays import copies, writable_views
+from ..arrays import check_order, copies, writable_views
 from ..codec import Encoder
 from ..errors import NotCopied
 from ..slices import slice_bytes_of
@@ -371,9 +371,8 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
             raise ValueError(
                 "local steps, and encoders that keep no residual, need the update: it cannot be in the residual"
             )
-        # Local steps and a single encoder find it out before they take anything.
-        if update is not None and self._options.every == 1 and len(self._groups.encoders) > 1:
-            self._groups.check_update(update)
+        if isinstance(update, (list, tuple)):
+            _check_update(self, update, params)
         if self._replica.shared and update is not None:
             self._take_written(params)
         finished = self._begin(params, optimizer_state)
@@ -588,6 +587,14 @@ def _take_local_step(
     result = exchange._step.take_step(None, params, exchange._optimizer_state, has_moved=True)
     exchange._end_step(result, params)
     return result or finished or StepResult(step=exchange.next_step)
+
+
+def _check_update(exchange: Exchange, update: Sequence[Any], params: Any) -> None:
+    """Refuse arrays that would be added to other elements, or taken by some of the groups only."""
+    check_order(update, params)
+    # Local steps and a single encoder find out what does not fit before they take anything.
+    if exchange._options.every == 1 and len(exchange._groups.encoders) > 1:
+        exchange._groups.check_update(update)
 
 
 def _step_number(exchange: Exchange) -> int:
