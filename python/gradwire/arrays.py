@@ -297,14 +297,14 @@ def check_dtypes(params: Sequence[Any], update: Sequence[Any]) -> None:
 
 
 def check_order(update: Any, params: Any) -> None:
-    """Raise `ValueError` for an array of another shape: a transposed one has as many elements, in another order."""
+    """Raise `ValueError` where an update has as many elements as the parameters, but transposed, or of other arrays."""
     arrays = [each if isinstance(each, (list, tuple)) else [each] for each in (update, params)]
-    is_paired = update is not None and len(arrays[0]) == len(arrays[1])
-    # The encoder compares the numbers of arrays and of elements, in all.
-    for index, (given, param) in enumerate(zip(*arrays, strict=False)):
-        here, there = tuple(np.shape(param)), tuple(np.shape(given))
+    # The numbers of arrays and of elements are compared elsewhere.
+    given, own = ([tuple(np.shape(array)) for array in each] for each in arrays)
+    is_moved = len(given) == len(own) and sum(map(math.prod, given)) == sum(map(math.prod, own))
+    for index, (there, here) in enumerate(zip(given, own, strict=False)):
         is_flat = min(len(here), len(there)) <= 1
-        is_other = is_paired and math.prod(here) != math.prod(there)
+        is_other = is_moved and math.prod(here) != math.prod(there)
         if here != there and (not is_flat or is_other):
             raise ValueError(
                 f"array {index} of the update has shape {there}, the parameters' has {here}: give it that, or flat"

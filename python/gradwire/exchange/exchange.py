@@ -266,20 +266,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
             Mismatch: as ``wait_for_peers``, or the parameters have other shapes or dtypes.
             TypeError, ValueError: as ``step``.
         """
-        return self._enter(params, optimizer_state, equalize=equalize)
-
-    def _enter(self, params: Any, optimizer_state: OptimizerState, *, equalize: bool) -> Joined:
-        self._groups.check_params(params)
-        state = as_state(optimizer_state)
-        if isinstance(state, FixedState):
-            state.export()  # before anything begins
-        self._replica.begin_shared(params, is_new=self._membership.phase is Phase.NEW)
-        # A checkpoint's state is the node's own.
-        begins = not (self._replica.step or self._replica.local_steps)
-        shared_state = state if equalize and begins else NO_STATE
-        self._start.expect_equalized(equalize)
-        self._start.announce_params(params, shared_state)
-        return _become_member(self, params, state, shared_state if equalize else None)
+        return _enter(self, params, optimizer_state, equalize=equalize)
 
     @one_at_a_time
     def resync(self, params: Any, optimizer_state: OptimizerState = ()) -> Joined:
@@ -292,7 +279,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
         has_others = self._membership.peers or self._membership.introductions.interrupted
         if self._membership.phase is Phase.IN and has_others:
             self._departure.rejoin("resync")
-        return self._enter(params, optimizer_state, equalize=False)
+        return _enter(self, params, optimizer_state)
 
     @one_at_a_time
     def leave(self, params: Any, optimizer_state: OptimizerState = ()) -> StepResult:
@@ -364,7 +351,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
             MessageError: a member sent bytes that are no message, or a message of another step or size; ``params`` is
                 unchanged.
             Closed: the node has been closed.
-            TypeError, ValueError: the first step's parameters or an update do not fit the encoders; nothing was taken.
+            TypeError, ValueError: the parameters or the update do not fit; nothing was taken.
             Diverged: the step is done, and most others turned out to hold other parameters; see ``resync``.
         """
         if update is None and not (self._options.every == 1 and self._groups.keeps_residuals):
@@ -460,6 +447,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
         """
         if self._options.role != "observer":
             raise ValueError(f'role="{self._options.role}" has updates to share: call step')
+        check_params(self._replica, params)
         self._start.ensure_announced(params)
         self.wait_for_peers()
         return self._join.observe(params, as_state(optimizer_state), _wait_s(timeout_s))
@@ -532,6 +520,24 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
             raise RuntimeError("this exchange has begun: load the state into a new one")
         checkpoint.load_state(state, self._replica, self._options.every)
         self._start.load_training(state["training"])
+
+
+def _enter(
+    exchange: Exchange, params: Any, optimizer_state: OptimizerState, *, equalize: bool = False
+) -> Joined:
+    """Join, see `Exchange.join`."""
+    exchange._groups.check_params(params)
+    replica = exchange._replica
+    state = as_state(optimizer_state)
+    if isinstance(state, FixedState):
+        state.export()  # before anything begins
+    replica.begin_shared(params, is_new=exchange._membership.phase is Phase.NEW)
+    # A checkpoint's state is the node's own.
+    begins = not (replica.step or replica.local_steps)
+    shared_state = state if equalize and begins else NO_STATE
+    exchange._start.expect_equalized(equalize)
+    exchange._start.announce_params(params, shared_state)
+    return _become_member(exchange, params, state, shared_state if equalize else None)
 
 
 def _become_member(

@@ -23,7 +23,7 @@ from .options import Options
 from .owner import can_be_of_same_owners
 from .parameters import MomentumSum
 from .protocol import Hello, Kind, NodeRun, Phase
-from .replica import Replica, add_to_exported, check_params, drop_outdated
+from .replica import Replica, add_to_exported, drop_outdated
 from .results import Pace
 from .snapshot import Donor, NodeState, Recipient, Request, Snapshot
 
@@ -348,7 +348,6 @@ class Join:
     def observe(self, params: Any, optimizer_state: NodeState, timeout_s: float) -> int:
         """Apply the members' updates without being one; see ``Exchange.follow``."""
         membership = self._membership
-        check_params(self._replica, params)
         deadline_s = clock.now_s() + timeout_s
         count = 0
         while True:
