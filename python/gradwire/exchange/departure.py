@@ -670,7 +670,7 @@ class Trainings:
         if membership.is_sharded is None or membership.destination is not Phase.IN:
             return False
         # The word of every connected node counts.
-        connected = set(map(run_of, self._router.node.peers))
+        connected = set(map(introductions.register, self._router.node.peers))
         joining = introductions.compatible(Phase.JOINING)
         waiting = [*joining.values(), *introductions.compatible(Phase.NEW).values()]
         # A node that was never a member has only its own initial parameters.
@@ -700,7 +700,7 @@ class Trainings:
     def has_only_misfits(self) -> bool:
         """Return whether there is a training here, but none that this node could join."""
         introductions = self._introductions
-        connected = set(map(run_of, self._router.node.peers))
+        connected = set(map(introductions.register, self._router.node.peers))
         return (
             not introductions.compatible()
             and any(
@@ -796,7 +796,7 @@ class Trainings:
         introductions = self._introductions
         if membership.is_sharded is not None or membership.destination is not Phase.IN:
             return False
-        connected = set(map(run_of, self._router.node.peers))
+        connected = set(map(introductions.register, self._router.node.peers))
         others = introductions.compatible().values()
         return self._lasts(
             introductions.hellos.keys() >= connected
