@@ -597,13 +597,24 @@ time.sleep(60)
 """
 
 
+def _handle_sighup() -> None:
+    """Undo what nohup does, under which these tests may run."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def start_run(tmp_path: Path, grace: str, what: str) -> subprocess.Popen[str]:
     script = tmp_path / "train.py"
     script.write_text(SAVING)
     command = [sys.executable, "-m", "gradwire", "run", "-n", "2", *grace.split()]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    run = subprocess.Popen([*command, str(script), what], env=environment, text=True, **pipes)
+    run = subprocess.Popen(
+        [*command, str(script), what],
+        env=environment,
+        preexec_fn=_handle_sighup,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert run.stdout is not None
     assert {run.stdout.readline() for _ in range(2)} == {"[0] trains\n", "[1] trains\n"}
     return run
