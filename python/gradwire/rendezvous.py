@@ -465,7 +465,7 @@ def _contradiction(place: Placement) -> str:
     # A launcher may leave out the number of this machine's processes, which are then nodes of their own.
     if place.local_rank >= place.local_size > 1:
         last = place.local_size - 1
-        return f"local rank {place.local_rank} of {last + 1} {here}: local ranks are 0 to {last}"
+        return f"local rank {place.local_rank} of {place.local_size} {here}: local ranks are 0 to {last}"
     return ""
 
 

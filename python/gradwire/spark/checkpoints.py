@@ -155,11 +155,13 @@ class Checkpoints:
             except FileNotFoundError:
                 continue
             is_other = latest["workers"] != workers
+            source = 0 if is_other else rank
             states = f"{folder}/step-{latest['done']:09d}/worker-"
-            state = _read_state(f"{states}{0 if is_other else rank}.pt")
+            state = _read_state(f"{states}{source}.pt")
             if is_other or latest.get("leads", list(leads)) != list(leads):
                 state["optimizer"].pop("gradwire", None)
-                state["model"] = _read_state(f"{states}0.pt")["model"]
+                if source != 0:
+                    state["model"] = _read_state(f"{states}0.pt")["model"]
             if is_other:
                 for name in ("history", "unfinished"):  # of one worker; the losses are those of all
                     state.get("attempt", {}).pop(name, None)
