@@ -908,6 +908,16 @@ def test_other_arrays_than_the_host_s_are_refused(cluster: Cluster) -> None:
         cluster.worker(host, name="other")
 
 
+def test_a_gradient_of_arrays_in_another_order_is_refused(cluster: Cluster) -> None:
+    host = cluster.host()
+    worker = cluster.worker(host)
+    for gradient in (arrays()[::-1], [arrays()[0].T, arrays()[1]], arrays()[0].reshape(5, 3)):
+        with pytest.raises(ValueError, match=r"array 0 of the update has shape \("):
+            worker.send(gradient)
+    assert not worker.kept
+    assert not worker.encoder.residual.any()
+
+
 def test_a_worker_may_follow_another_one_on_its_node(cluster: Cluster) -> None:
     host = cluster.host()
     worker = cluster.worker(host, in_flight=0)

@@ -117,16 +117,23 @@ def test_the_state_of_an_optimizer_of_torch_runs_no_code(cluster: Cluster, tmp_p
         return cluster.host(torch.optim.Adam(params), params=params, path=tmp_path / "file")
 
     host().save()
-    document, _, _ = (tmp_path / "file").read_bytes().partition(b"\n")
     state = io.BytesIO()
     torch.save({"state": Touching(tmp_path / "touched")}, state)
-    changed = json.loads(document)
-    changed["arrays"]["torch"] = [["uint8", [len(state.getvalue())]]]
-    data = json.dumps(changed).encode() + b"\n" + bytes(12) + state.getvalue()
-    (tmp_path / "file").write_bytes(data)
+    *others, _ = read(tmp_path / "file")
+    write(tmp_path / "file", *others, np.frombuffer(state.getvalue(), np.uint8))
     with pytest.raises(ValueError, match="file is no checkpoint of a host"):
         host()
     assert not (tmp_path / "touched").exists()
+
+
+def read(path: Path) -> list[Any]:
+    with np.load(path) as file:
+        return [file[name] for name in file]
+
+
+def write(path: Path, *arrays: Any) -> None:
+    with path.open("wb") as file:
+        np.savez(file, *arrays)
 
 
 @pytest.mark.parametrize(
@@ -139,35 +146,71 @@ def test_the_state_of_an_optimizer_of_torch_runs_no_code(cluster: Cluster, tmp_p
         {"taken": [[1.5, 2]]},
         {"taken": 7},
         {"arrays": {}},
-        {"arrays": {"params": [["float32", [3, 5]]], "velocity": [["float32", [7]]]}},
-        {"arrays": {"params": [["float32", [-22]]]}},
-        {"arrays": {"params": [["object", [11]]]}},
-        {"arrays": {"params": [["float32", [10**12]]]}},
-        {"arrays": {"params": [["float32", []]] * 100_000}},
-        {"arrays": {"params": [["float32", [3, 5]], ["float32", [7]]], "batch": []}},
+        {"arrays": {"params": 1, "batch": 0, "velocity": 1}},
+        {"arrays": {"params": -2, "batch": 0, "velocity": 0}},
+        {"arrays": {"params": 10**12, "batch": 0}},
+        {"arrays": {"params": 1, "batch": 1, "velocity": 0}},
+        {"arrays": {"params": 2, "batch": 0}},
+        {"arrays": 7},
     ],
 )
 def test_a_changed_checkpoint_is_refused(
     cluster: Cluster, tmp_path: Path, change: dict[str, Any]
 ) -> None:
     cluster.host(path=tmp_path / "file").save()
-    document, _, data = (tmp_path / "file").read_bytes().partition(b"\n")
-    text = json.dumps({**json.loads(document), **change}).encode()
-    (tmp_path / "file").write_bytes(text + b"\n" + data)
+    document, *arrays = read(tmp_path / "file")
+    text = json.dumps({**json.loads(document.tobytes()), **change}).encode()
+    write(tmp_path / "file", np.frombuffer(text, np.uint8), *arrays)
     with pytest.raises(ValueError, match="file is no checkpoint of a host"):
         cluster.host(path=tmp_path / "file")
 
 
-@pytest.mark.parametrize("data", [b"\0\0\xc0\x7f", b"\0\0\x80\x7f", b"more", b""])
-def test_a_checkpoint_with_other_numbers_is_refused(
-    cluster: Cluster, tmp_path: Path, data: bytes
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.full(7, np.nan, np.float32),
+        np.full(7, np.inf, np.float32),
+        np.zeros(7, np.float16),
+        np.zeros(7, object),
+        np.zeros(8, np.float32),
+    ],
+    ids=["nan", "inf", "dtype", "object", "size"],
+)
+def test_a_checkpoint_with_other_arrays_is_refused(
+    cluster: Cluster, tmp_path: Path, array: Any
 ) -> None:
     cluster.host(path=tmp_path / "file").save()
-    content = (tmp_path / "file").read_bytes()
-    content = content[:-4] + data if data != b"more" else content + data
-    (tmp_path / "file").write_bytes(content)
+    document, weights, _ = read(tmp_path / "file")
+    write(tmp_path / "file", document, weights, array)
     with pytest.raises(ValueError, match="file is no checkpoint of a host"):
         cluster.host(path=tmp_path / "file")
+
+
+def test_what_a_disk_has_changed_is_not_loaded(cluster: Cluster, tmp_path: Path) -> None:
+    host = cluster.host(SGD(0.1, 0.9), path=tmp_path / "file")
+    host._batch.append(gw.dense_message(np.ones(22, np.float32)))
+    host.step(0.0)
+    host.save()
+    content = (tmp_path / "file").read_bytes()
+    good, velocity = flat(host.params), flat(host._optimizer._velocity)
+    node, refused = cluster.node(), 0
+    for index in range(0, len(content), 7):
+        changed = bytearray(content)
+        changed[index] ^= 1 << index % 8
+        (tmp_path / "file").write_bytes(changed)
+        descent = SGD(0.1, 0.9)
+        try:
+            again = cluster.host(descent, node, path=tmp_path / "file")
+        except (ValueError, gw.Mismatch):
+            refused += 1
+        else:  # a date or a flag that nobody reads
+            np.testing.assert_array_equal(flat(again.params), good)
+            np.testing.assert_array_equal(flat(descent._velocity), velocity)
+    assert refused > len(content) / 7 / 2
+    for nbytes in (0, 100, len(content) // 2, len(content) - 1):
+        (tmp_path / "file").write_bytes(content[:nbytes])
+        with pytest.raises(ValueError, match="file is no checkpoint of a host"):
+            cluster.host(path=tmp_path / "file")
 
 
 def test_a_host_whose_step_was_interrupted_goes_on_from_its_checkpoint_only(

@@ -27,13 +27,14 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .arrays import Arrays, copies, layouts, put
+from .arrays import Arrays, check_order, copies, layouts, put
 from .clock import LogLimit, now_s
 from .codec import Encoder
 from .errors import (
@@ -74,7 +75,6 @@ _WHO: Final = "a host or worker"
 _NUMBERS: Final = 1 << 63  # of gradients and versions
 _RUNS_MAX: Final = 64  # of workers, one after the other, on one node
 _DIVERGED: Final = "the training diverged, start the host again with a smaller rate"
-_DOCUMENT_BYTES: Final = 64 << 20  # most of a checkpoint's first line
 
 
 class _Kind(enum.IntEnum):
@@ -526,8 +526,7 @@ class Host(AbstractContextManager["Host"]):
     def _load(self, path: Path) -> Arrays:
         """Go on from a checkpoint, and return its parameters."""
         try:
-            with path.open("rb") as file:
-                state, arrays = _read_arrays(file, os.stat(file.fileno()).st_size)
+            state, arrays = _read_arrays(path)
             check_format(state, _FORMAT, f"the checkpoint {path}")
             if state["layout"] != self._layout:
                 text = f"the checkpoint {path} is of {state['layout']}, not of {self._layout}"
@@ -732,9 +731,10 @@ class Worker(AbstractContextManager["Worker"]):
             Whether the training goes on; if not, the gradient may not have been applied.
 
         Raises:
-            NonFiniteUpdate, TypeError, ValueError: as ``Encoder.encode``; nothing was sent.
+            NonFiniteUpdate, TypeError, ValueError: as ``Encoder.encode``, or arrays of other shapes; nothing was sent.
             TimeoutError: the host did not answer in time; the gradient is kept, and sent later.
         """
+        check_order(gradient, self.params)
         # The smaller one: the gradient does not know others' steps that come now, and a restarted host goes back.
         version = min(self.version, self.refresh())
         if not self.is_finished:
@@ -934,38 +934,20 @@ def _packed(numbers: tuple[int, ...], body: Any) -> bytes:
 
 
 def _write_arrays(file: BinaryIO, document: dict[str, Any], arrays: dict[str, Arrays]) -> None:
-    """Write a line of JSON, which describes the arrays that follow it."""
-    described = {name: layouts(each) for name, each in arrays.items()}
-    file.write(json.dumps({**document, "arrays": described}).encode() + b"\n")
-    for each in arrays.values():
-        for array in each:
-            file.write(np.ascontiguousarray(array).data)
+    """Write a document and arrays as a file of ``numpy.savez``, whose check sums tell what the disk has changed."""
+    counts = {name: len(each) for name, each in arrays.items()}
+    text = json.dumps({**document, "arrays": counts}).encode()
+    np.savez(file, np.frombuffer(text, np.uint8), *chain.from_iterable(arrays.values()))
 
 
-def _read_arrays(file: BinaryIO, nbytes: int) -> tuple[dict[str, Any], dict[str, Arrays]]:
-    """Return what `_write_arrays` wrote into a file of ``nbytes``; nothing is allocated before the sizes are right.
-
-    Raises:
-        ValueError, KeyError, TypeError, RecursionError: it is another file.
-    """
-    document = json.loads(file.readline(_DOCUMENT_BYTES))
-    listed = document.pop("arrays")
-    kinds = [
-        (name, np.dtype(dtype), tuple(shape))
-        for name, each in listed.items()
-        for dtype, shape in each
-    ]
-    for name, dtype, shape in kinds:
-        if dtype.kind not in "fu" or min(shape, default=0) < 0:
-            raise ValueError(f"{name} has an array of {dtype}{list(shape)}")
-    described = sum(math.prod(shape) * dtype.itemsize for _, dtype, shape in kinds)
-    if described != nbytes - file.tell():
-        raise ValueError(f"{nbytes - file.tell()} bytes of arrays, {described} are described")
-    arrays: dict[str, Arrays] = {name: [] for name in listed}
-    for name, dtype, shape in kinds:
-        data = bytearray(file.read(math.prod(shape) * dtype.itemsize))
-        arrays[name].append(np.frombuffer(data, dtype).reshape(shape))
-    return document, arrays
+def _read_arrays(path: Path) -> tuple[dict[str, Any], dict[str, Arrays]]:
+    """Return what `_write_arrays` wrote. Another file is an error of many kinds, and runs no code."""
+    with np.load(path, allow_pickle=False) as file:
+        text, *values = (file[name] for name in file)
+    document = json.loads(text.tobytes())
+    rest = iter(values)
+    counts = document.pop("arrays")
+    return document, {name: list(islice(rest, count)) for name, count in counts.items()}
 
 
 def _check_finite(name: str, arrays: Arrays, error: type[Exception] = ValueError) -> None:
