@@ -515,3 +515,56 @@ def test_what_is_remembered_of_small_tensors_is_as_small_as_they_are() -> None:
     assert [index for index, mark in enumerate(_fingerprint(params)) if mark != marks[index]] == [
         70
     ]
+
+
+@sync_ways
+@pytest.mark.parametrize("moves", [False, True], ids=["step", "step_moved"])
+@pytest.mark.parametrize("at", [6, 7, 8])
+@pytest.mark.parametrize("writers", [(0, 1), (0,)], ids=["all", "one"])
+def test_what_is_written_around_an_interrupted_step_is_noticed(
+    options: Any, moves: bool, at: int, writers: tuple[int, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A pause of the second node interrupts a step of the first one, which waits for it, or finishes an earlier one."""
+    options = {"topology": "mesh", **options}
+    keeps = options.pop("keeps_residual", True)
+    interruptions: list[str] = []
+
+    def work(node: FakeNode, rank: int) -> NDArray[np.float32]:
+        encoder = gw.Encoder(NUMEL, gw.FixedThreshold(THRESHOLD), keeps_residual=keeps)
+        share = gw.Exchange(encoder, node, min_peers=1, digest_s=0.0, timeout_s=2.0, **options)
+        params = np.zeros(NUMEL, np.float32)
+        share.join(params)
+
+        def call(method: Any, *args: Any) -> None:
+            """Repeat what has taken nothing."""
+            try:
+                method(*args)
+            except TimeoutError as error:
+                interruptions.append(str(error))
+                if "no update of this call was taken" in str(error):
+                    method(*args)
+
+        for step in range(20):
+            if rank == 1 and step == 6:
+                node.cluster.compute(node, 3.0)
+            if step == at and rank in writers:
+                load(params)
+            moved = update(rank, step) if step < 12 else np.zeros(NUMEL, np.float32)
+            if moves:
+                call(share.note_written, params)
+                params += moved
+                call(share.step_moved, params)
+            else:
+                call(share.step, moved, params)
+        if "overlap" in options:
+            share.catch_up(params)
+        return share.shared(params)[0]
+
+    outcomes = run_cluster(work, count=2, seed=5)
+    assert interruptions
+    assert len({shared.tobytes() for shared in outcomes}) == 1
+    if len(writers) == 2:
+        np.testing.assert_allclose(outcomes[0], BEST, atol=12 * 2.0**-6)
+        assert "not in the same way" not in caplog.text
+    else:
+        assert "not in the same way" in caplog.text

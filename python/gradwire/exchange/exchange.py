@@ -75,7 +75,10 @@ def _metered(take: _Method) -> _Method:
         try:
             result = self._meter.time(functools.partial(take, self, *args, **options))
         except BaseException:
-            self._replica.forget()  # the parameters may be anything in between
+            # An open step leaves them as they were, and what the caller has written is still to be noticed. Otherwise
+            # the parameters may be anything in between.
+            if self._replica.pending is None:
+                self._replica.forget()
             raise
         self._meter.notify_listeners(result, self.stats)
         return result
@@ -372,8 +375,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
             self._replica.copy_shared(params)
         elif self._replica.shared:
             self._replica.drop_shared()
-        result = self._step.take_step(update, params, self._optimizer_state)
-        self._end_step(result, params)
+        result = _take_step(self, update, params)
         return result or finished or StepResult(step=self.next_step)
 
     @one_at_a_time
@@ -395,6 +397,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
             raise ValueError(
                 "nothing is known of the parameters before they were moved: call join(params) first"
             )
+        self._replica.forget()  # the movement is not written
         finished = self._begin(params, optimizer_state)
         if self._options.every > 1:
             _wait_before_exchange(self, params)
@@ -590,9 +593,23 @@ def _take_local_step(
         exchange._join.poll(0.0)
         exchange._join.serve(params, exchange._optimizer_state)
         return finished or local
-    result = exchange._step.take_step(None, params, exchange._optimizer_state, has_moved=True)
-    exchange._end_step(result, params)
+    result = _take_step(exchange, None, params, has_moved=True)
     return result or finished or StepResult(step=exchange.next_step)
+
+
+def _take_step(
+    exchange: Exchange, update: Any, params: Any, *, has_moved: bool = False
+) -> StepResult | None:
+    """Take a step that sends, and end it unless a later call does; see `Step.take_step`."""
+    state = exchange._optimizer_state
+    try:
+        result = exchange._step.take_step(update, params, state, has_moved=has_moved)
+    except BaseException:
+        # If the step is open, the next call finishes it, and notices what the caller has written meanwhile.
+        exchange._replica.remember(params)
+        raise
+    exchange._end_step(result, params)
+    return result
 
 
 def _check_update(exchange: Exchange, update: Sequence[Any], params: Any) -> None:

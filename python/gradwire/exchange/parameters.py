@@ -247,6 +247,7 @@ class SharedCopy:
     def add_local_step(self, update: Any, params: Any) -> None:
         """Take a step of the caller's for it: add its update to its parameters, which run ahead."""
         self.copy_shared(params)
+        self.forget()  # also where only a part is finite
         self.add_update(update, params, 1.0)
 
     def add_update(self, update: Any, params: Any, weight: float) -> None:
