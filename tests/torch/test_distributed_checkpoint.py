@@ -124,3 +124,36 @@ def test_one_node_goes_on_from_the_checkpoint_of_two(two_ranks: Ranks, tmp_path:
     assert optimizer.step_number == 6
     assert optimizer.state[net[0].weight]["step"] == 6
     go_on(0, net, optimizer)
+
+
+def hook_in_a_checkpoint(rank: int, folder: str) -> list[tuple[Any, Any]]:
+    """Return parameters and residuals of a training that goes on, and of one from its checkpoint."""
+
+    def trained(net: Any, steps: range, load: bool) -> tuple[Any, Any]:
+        ddp = torch.nn.parallel.DistributedDataParallel(net)
+        hook = gradwire.torch.register_threshold_hook(ddp)
+        if load:
+            values = {"model": net.state_dict(), f"hook.{rank}": (hook.state_dict(),)}
+            dcp.load(values, checkpoint_id=folder)
+            hook.load_state_dict(values[f"hook.{rank}"][0])
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for step in steps:
+            if step == 4 and not load:
+                values = {"model": net.state_dict(), f"hook.{rank}": (hook.state_dict(),)}
+                dcp.save(values, checkpoint_id=folder)
+            train(ddp, optimizer, rank, range(step, step + 1))
+        residuals = hook.state_dict()["residuals"]["parameters"]
+        return flat(net), torch.cat([residuals[name]["residual"] for name in sorted(residuals)])
+
+    return [trained(model(), range(8), False), trained(model(), range(4, 8), True)]
+
+
+def test_the_state_of_the_hook_goes_into_a_distributed_checkpoint_as_documented(
+    two_ranks: Ranks, tmp_path: Any
+) -> None:
+    residuals = []
+    for first, second in two_ranks.run(hook_in_a_checkpoint, str(tmp_path)):
+        assert torch.equal(first[0], second[0])
+        assert torch.equal(first[1], second[1])
+        residuals.append(first[1])
+    assert not torch.equal(*residuals)
