@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import logging
+import weakref
 from typing import Any
 
 import pytest
 
 torch: Any = pytest.importorskip("torch", reason="torch is not installed")
 
+import torch.distributed as dist  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from gradwire.torch import register_threshold_hook  # noqa: E402
@@ -43,8 +46,7 @@ def timeout_of_the_messages(rank: int, timeout: datetime.timedelta) -> datetime.
     ddp = DistributedDataParallel(model, process_group=group)
     state = register_threshold_hook(ddp)
     ddp([torch.full_like(weight, float(rank)) for weight in model.weights]).backward()
-    backend = state._gather._group._get_backend(torch.device("cpu"))
-    given: datetime.timedelta = backend.options._timeout
+    given: datetime.timedelta = state._gather._group.options._timeout
     return given
 
 
@@ -53,6 +55,37 @@ def test_the_messages_have_the_timeout_that_the_user_gave_the_process_group(
 ) -> None:
     timeout = datetime.timedelta(seconds=77)
     assert two_ranks.run(timeout_of_the_messages, timeout) == [timeout] * 2
+
+
+def step_where_ranks_have_other_groups(rank: int) -> float:
+    both = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=20))
+    leaders = dist.new_group([0])  # as of each machine's first rank; the others do not have it
+    model = Linear()
+    register_threshold_hook(ddp := DistributedDataParallel(model, process_group=both))
+    ddp([torch.full_like(weight, float(rank)) for weight in model.weights]).backward()
+    for group in [both, leaders][: 2 - rank]:
+        dist.destroy_process_group(group)
+    return float(model.weights[0].grad.mean())
+
+
+def test_ranks_may_have_different_numbers_of_process_groups(two_ranks: Ranks) -> None:
+    assert two_ranks.run(step_where_ranks_have_other_groups) == [0.5, 0.5]
+
+
+def groups_left(rank: int) -> int:
+    groups = []
+    for _ in range(3):
+        model = Linear()
+        state = register_threshold_hook(ddp := DistributedDataParallel(model))
+        ddp([torch.full_like(weight, float(rank)) for weight in model.weights]).backward()
+        groups.append(weakref.ref(state._gather._group))
+        del model, ddp, state
+    gc.collect()
+    return sum(group() is not None for group in groups)
+
+
+def test_a_model_that_is_gone_leaves_no_connections(two_ranks: Ranks) -> None:
+    assert two_ranks.run(groups_left) == [0, 0]
 
 
 def lines_about_nan(_: int, steps: int) -> list[str]:

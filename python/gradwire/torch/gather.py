@@ -40,15 +40,15 @@ class Gather:
     Collectives run one at a time, from one thread; all ranks call in the same order.
 
     Args:
-        group: process group without any other user.
+        group: process group, or its backend, without any other user.
         device: where the group's backend expects the bytes: "cpu" for gloo, a CUDA device for NCCL.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = group
         self._device = device
-        self.rank = dist.get_rank(group)
-        self._world_size = dist.get_world_size(group)
+        self.rank = group.rank()
+        self._world_size = group.size()
         self._slot_bytes: dict[int, int] = {}
         self.second_collectives = 0
 
@@ -88,7 +88,7 @@ class Gather:
         slot = torch.zeros(slot_bytes, dtype=torch.uint8)
         memoryview(slot.numpy())[: len(content)] = content
         slots = torch.empty((self._world_size, slot_bytes), dtype=torch.uint8, device=self._device)
-        dist.all_gather(list(slots), slot.to(self._device), group=self._group)
+        self._group.allgather([list(slots)], [slot.to(self._device)]).wait()
         return [memoryview(gathered.numpy()) for gathered in slots.cpu()]
 
 

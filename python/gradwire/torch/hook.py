@@ -433,18 +433,23 @@ class ThresholdState:
         self._is_warmup_finite = []
 
     def _make_gather(self, device: torch.device) -> Gather:
-        # A group of its own, so that SyncBatchNorm's collectives in the backward pass cannot get between.
+        # A group of its own, so that SyncBatchNorm's collectives in the backward pass cannot get between. It is none of
+        # torch's known groups: `dist.new_group` waits for ever where ranks have different numbers of groups, and keeps
+        # connections and threads when the state is gone.
         of_model = self.process_group or dist.group.WORLD
-        ranks = dist.get_process_group_ranks(of_model)
-        group = dist.new_group(
-            ranks,
-            timeout=_timeout_of(of_model, device),
-            backend=self.backend,
-            use_local_synchronization=True,
-        )
-        where = device if self.backend == "nccl" else torch.device("cpu")
-        _LOG.info("threshold hook: %d ranks, messages over %s", len(ranks), self.backend)
-        return Gather(group, where)
+        rank, size = dist.get_rank(of_model), dist.get_world_size(of_model)
+        _, store = dist.distributed_c10d._world.pg_map[of_model]
+        # The number of this group's models so far is the same on all ranks.
+        count = store.add(f"gradwire-hook/{rank}", 1)
+        store = dist.PrefixStore(f"gradwire-hook/{count}", store)
+        timeout = _timeout_of(of_model, device)
+        _LOG.info("threshold hook: %d ranks, messages over %s", size, self.backend)
+        if self.backend == "gloo":
+            group = dist.ProcessGroupGloo(store, rank, size, timeout)
+            return Gather(group, torch.device("cpu"))
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return Gather(dist.ProcessGroupNCCL(store, rank, size, options), device)
 
     # ---- in the state's own thread ----------------------------------------------------------------------------------
 
@@ -706,10 +711,10 @@ def _split(buffer: torch.Tensor, states: list[ParameterState]) -> list[torch.Ten
     return list(buffer.split([state.encoder.numel for state in states]))
 
 
-def _timeout_of(group: Any, device: torch.device) -> "datetime.timedelta | None":
+def _timeout_of(group: Any, device: torch.device) -> datetime.timedelta:
     """Return the timeout that the user gave a process group; a new group would have the backend's default."""
     options = getattr(group._get_backend(device), "options", None)
-    timeout: datetime.timedelta | None = getattr(options, "_timeout", None)
+    timeout: datetime.timedelta = getattr(options, "_timeout", dist.default_pg_timeout)
     return timeout
 
 
