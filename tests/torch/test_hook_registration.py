@@ -23,6 +23,16 @@ from .ranks import Ranks  # noqa: E402
 pytestmark = pytest.mark.torch
 
 
+class OwnPolicy:
+    """A policy with the repr of `object`, which has its address."""
+
+    initial = 0.5
+    sample_density = None
+
+    def next_threshold(self, threshold: float, *_: object) -> float:
+        return threshold
+
+
 def refused(rank: int, kind: str, options: dict[str, Any]) -> str:
     model = Linear()
     optimizer = {
@@ -117,6 +127,7 @@ def test_a_training_that_has_gone_nan_says_so_once(two_ranks: Ranks) -> None:
     ("kind", "options", "match"),
     [
         ("none", {}, "threshold None"),
+        ("none", {"threshold": OwnPolicy()}, "threshold <"),
         ("momentum", {}, "threshold None"),
         ("none", {"warmup_steps": [1, 2]}, "warmup_steps is 1 on rank 0, 2 on rank 1"),
         ("momentum", {"momentum": 0.9}, "momentum 0.9 and the hook 0.9"),

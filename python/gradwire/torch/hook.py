@@ -6,6 +6,7 @@
 import copy
 import datetime
 import logging
+import re
 import reprlib
 import time
 from collections.abc import Iterable
@@ -688,8 +689,9 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, momentum: float) -> None:
 
 def _compare_options(state: ThresholdState) -> None:
     """Refuse other options on another rank, which would hang or fail in the middle of training."""
+    # A policy of the user's own may have no better repr than its address.
     options = {
-        option.name: repr(getattr(state, option.name))
+        option.name: re.sub(" at 0x[0-9a-f]+", "", repr(getattr(state, option.name)))
         for option in fields(state)
         if option.name not in ("process_group", "scaler", "threads")
     }
