@@ -130,3 +130,27 @@ def test_all_addresses_of_a_name_are_connected_to_and_count_as_one_peer(
         assert first.seeds == {f"127.0.0.2:{port}"}
     warning = next(line for line in caplog.messages if "workers" in line)
     assert f"has 2 addresses (127.0.0.2:{port}, 127.0.0.3:{port})" in warning
+
+
+def test_a_machine_that_takes_over_the_name_of_a_lost_peer_is_connected_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in Kubernetes, where a new pod has the name of the one before, and another address."""
+    host = "127.0.0.2"
+    lookup = socket.getaddrinfo
+
+    def lookup_worker(name: str, *options: int) -> list[object]:
+        return lookup(host if name == "worker" else name, *options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", lookup_worker)
+    monkeypatch.setattr("gradwire.transport.node.LOOK_UP_S", 0.05)
+    secret = bytes(range(32))
+    with Node("127.0.0.2:0", secret=secret) as before:
+        port = before.address.split(":")[1]
+        stays = Node("127.0.0.1:0", [f"worker:{port}"], secret=secret)
+        assert stays.wait_for_peers(1, timeout_s=10.0) == (before.peer,)
+    with stays, Node(f"127.0.0.3:{port}", secret=secret) as after:
+        assert stays.seeds == {f"127.0.0.2:{port}"}
+        host = "127.0.0.3"
+        assert after.wait_for_peers(1, timeout_s=10.0) == (stays.peer,)
+        assert stays.seeds == {after.address}

@@ -59,16 +59,6 @@ def test_the_smallest_of_the_last_ten_seconds_follows_the_minimum() -> None:
     assert rtt.minimum_s == 0.100
 
 
-def test_a_guess_gives_way_to_the_first_measurement() -> None:
-    rtt = RttEstimator()
-    rtt.set_guess(3.0)
-    assert rtt.smoothed_s == 3.0
-    rtt.add_sample(0.001, 1.1)
-    assert (rtt.smoothed_s, rtt.minimum_s) == (0.001, 0.001)
-    rtt.set_guess(3.0)
-    assert rtt.smoothed_s == 0.001
-
-
 @pytest.mark.parametrize("round_trip_s", [0.0001, 0.016, 0.2])
 def test_the_probe_timeout_includes_the_delay_of_the_acknowledgement(round_trip_s: float) -> None:
     rtt = RttEstimator()

@@ -9,13 +9,11 @@ import socket
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Final, Literal, TypeAlias
+from typing import Final
 
 from ..rendezvous import format_address as format_address
 from ..rendezvous import parse_address as parse_address
 from .types import Address
-
-Rule: TypeAlias = Literal["bind", "mask", "variable", "route"]
 
 ADDRESS_VARIABLE: Final = "GRADWIRE_IP"
 WILDCARD: Final = "0.0.0.0"  # noqa: S104 - recognised, and bound only when asked for
@@ -47,8 +45,8 @@ def is_served_by(address: Address, bound: Address) -> bool:
     return host.is_loopback or str(host) in local_addresses()
 
 
-def deciding_rule(bind: Address, network_mask: str | None) -> Rule:
-    """Return the rule that decides on the address to bind."""
+def deciding_rule(bind: Address, network_mask: str | None) -> str:
+    """Return the rule that decides on the address to bind: "bind", "mask", "variable" or "route"."""
     if bind[0] not in WILDCARDS:
         return "bind"
     if network_mask is not None:

@@ -58,12 +58,6 @@ class RttEstimator:
         self._paused_until_s = -NEVER_S  # the end of the peer's latest pause
         self._negated: Window = deque()  # samples of the last ten seconds
 
-    def set_guess(self, sample_s: float) -> None:
-        """Use an estimate until the first sample: too long if the answer was to a repeated datagram."""
-        if self.smoothed_s == 0.0:
-            self.smoothed_s, self.variation_s = sample_s, sample_s / 2
-            self._update_timeouts()
-
     def note_pause(self, now_s: float) -> None:
         """Note that the peer has been silent until now: it stood still, which is no property of the path."""
         self._paused_until_s = now_s
@@ -79,17 +73,13 @@ class RttEstimator:
             self.variation_s += (abs(self.smoothed_s - sample_s) - self.variation_s) / 4
             self.smoothed_s += (sample_s - self.smoothed_s) / 8
         self.minimum_s = -windowed_maximum(self._negated, now_s, -sample_s, span=10.0)
-        self._update_timeouts()
-
-    def _update_timeouts(self) -> None:
-        smoothed_s, variation_s = self.smoothed_s, self.variation_s
-        margin_s = max(4 * variation_s, RTT_VARIATION_FLOOR_S)
-        self.probe_timeout_s = smoothed_s + margin_s + ACK_DELAY_MAX_S
+        margin_s = max(4 * self.variation_s, RTT_VARIATION_FLOOR_S)
+        self.probe_timeout_s = self.smoothed_s + margin_s + ACK_DELAY_MAX_S
         # Where queues fill and empty, the variation is a multiple of the round trip.
-        margin_s = min(margin_s, max(smoothed_s, RTT_VARIATION_FLOOR_S))
-        self.first_probe_timeout_s = smoothed_s + margin_s + ACK_DELAY_MAX_S
-        longest_s = max(smoothed_s, self.latest_s)
-        self.loss_delay_s = max(1.125 * longest_s, smoothed_s + 2 * variation_s, 0.0005)
+        margin_s = min(margin_s, max(self.smoothed_s, RTT_VARIATION_FLOOR_S))
+        self.first_probe_timeout_s = self.smoothed_s + margin_s + ACK_DELAY_MAX_S
+        longest_s = max(self.smoothed_s, self.latest_s)
+        self.loss_delay_s = max(1.125 * longest_s, self.smoothed_s + 2 * self.variation_s, 0.0005)
 
 
 @dataclass(slots=True)

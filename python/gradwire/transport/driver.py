@@ -86,11 +86,9 @@ class Driver:
             with contextlib.suppress(OSError):
                 self._socket.setsockopt(*option)
         if offload and sys.platform == "linux":
-            try:
+            with contextlib.suppress(OSError):  # an older kernel
                 self._socket.setsockopt(socket.IPPROTO_UDP, UDP_GRO, 1)
                 self.has_gro = True
-            except OSError:
-                logger.info("this kernel has no UDP GRO; datagrams are received one by one")
 
     def stats(self) -> SocketStats:
         """Return the properties of the socket."""

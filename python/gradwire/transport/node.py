@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, Final
 
 from .. import rendezvous
+from ..clock import repeat
 from ..errors import Closed, NotCopied, TransportError, is_failure
 from . import addressing
 from .addressing import format_address, parse_address, resolve_all
@@ -32,6 +33,7 @@ SWITCH_INTERVAL_S: Final = 0.0005  # with Python's 5 ms, a busy main thread star
 CLOSE_LINGER_S: Final = 0.5
 PAUSE_S: Final = 0.05  # between two looks at another condition of whoever waits for peers
 MISSING_LOG_S: Final = 3.0  # whoever waits longer for peers gets a log entry about the missing ones
+LOOK_UP_S: Final = 5.0  # between two questions where missing peers are
 
 
 class Lock(type(threading.RLock())):  # type: ignore[misc]
@@ -140,8 +142,10 @@ class Node(NotCopied, instead="make a node in every process that has one"):
         self._is_closed = False
         self._failure: Exception | None = None  # an internal error
         self._sleeps_until_s = 0.0
-        for seed, addresses in seeds.items():
-            self._connect(seed, addresses)
+        self._named: dict[str, Address] = {}  # where each peer is that has been given by a name
+        with self._lock:
+            for seed, addresses in seeds.items():
+                self._connect(seed, addresses)
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
         self._thread = threading.Thread(target=self._run, name="gradwire-io", daemon=True)
         self._thread.start()
@@ -164,13 +168,12 @@ class Node(NotCopied, instead="make a node in every process that has one"):
         0
         """
         place = rendezvous.placement()
-        expected = place.expected_peers(per_machine=per_machine)
         if place.is_alone(per_machine=per_machine) and not rendezvous.has_secret():
             options.setdefault("secret", secrets.token_bytes(32))
         placed = rendezvous.await_names(place, place.node_options(per_machine=per_machine))
         node = cls(**{**placed, **options})
         node.names = place.names(per_machine=per_machine)
-        node.expected_peers = expected
+        node.expected_peers = place.expected_peers(per_machine=per_machine)
         return node
 
     def __repr__(self) -> str:
@@ -182,11 +185,28 @@ class Node(NotCopied, instead="make a node in every process that has one"):
         bound = self._driver.address
         others = [each for each in addresses if not addressing.is_served_by(each, bound)]
         others = [each for each in others if format_address(each) != self.address]
+        if others and parse_address(name)[0] != others[0][0]:
+            if not self._named:
+                repeat(self._follow_names)
+            self._named[name] = others[0]
         if len(others) > 1:
-            texts = ", ".join(map(format_address, others))
             text = "%s has %d addresses (%s) and counts as one peer: name every node, or give min_peers"
-            logger.warning(text, name, len(others), texts)
+            logger.warning(text, name, len(others), ", ".join(map(format_address, others)))
         self._endpoint.connect(*others)
+        self._driver.wake()
+
+    def _follow_names(self) -> float | None:
+        """Look the names of missing peers up again: a machine that takes another's place gets its name."""
+        with self._lock:
+            names = [each for each in self._named.items() if each[1] in self._endpoint.unanswered()]
+        for name, before in names:
+            with suppress(ValueError):  # nobody has the name now
+                addresses = resolve_all(name, like=self._driver.address)
+                if before not in addresses:
+                    with self._lock:
+                        self._endpoint.discovery.by_address.pop(before, None)
+                        self._connect(name, addresses)
+        return None if self._is_closed else LOOK_UP_S
 
     @property
     def peers(self) -> tuple[Peer, ...]:
@@ -206,7 +226,6 @@ class Node(NotCopied, instead="make a node in every process that has one"):
         resolved = resolve_all(address, like=self._driver.address)
         with self._lock:
             self._connect(address, resolved)
-        self._driver.wake()
 
     def wait_for_peers(
         self, count: int, timeout_s: float, until: Callable[[], bool] = bool

@@ -308,7 +308,6 @@ class Session:
             case wire.Key():
                 self._on_key(frame, now_s)
             case wire.KeyAck():
-                self.rtt.set_guess(now_s - self._retry.began_at_s)
                 self._on_key_ack(now_s)
             case wire.Skip(first, count) if receiver is not None:
                 receiver.skip(first, count, now_s)

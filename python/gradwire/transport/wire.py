@@ -34,7 +34,6 @@ INTRODUCTION_BYTES: Final = INIT_BYTES - HEADER_BYTES - 32 - TAG_BYTES - MAC1_BY
 CONTROL_PLAINTEXT_MAX: Final = 1_200 - HEADER_BYTES - TAG_BYTES
 ACK_WINDOW_RECORDS: Final = 1_024  # records that the bitmap of one ACK can describe
 ACK_PARTIALS_MAX: Final = 90
-MEMBERS_MAX: Final = 32
 _FRAGMENT_INDICES: Final = bytes(range(256))
 
 
@@ -187,10 +186,7 @@ def _decode_frame(kind: int, data: BytesIO) -> Frame:
     if kind == _ACK_TYPE:
         return _decode_ack(data)
     if kind == _MEMBERS_TYPE:
-        count = _read(data, 1)[0]
-        if count > MEMBERS_MAX:
-            raise WireError(f"{count} members in one frame, at most {MEMBERS_MAX} are allowed")
-        return Members(tuple(_decode_text(data) for _ in range(count)))
+        return Members(tuple(_decode_text(data) for _ in range(_read(data, 1)[0])))
     if kind not in _FIXED_SIZE:
         raise WireError(f"unknown control frame type {kind}")
     make, layout = _FIXED_SIZE[kind]
