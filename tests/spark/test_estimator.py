@@ -790,6 +790,33 @@ def wait_until(is_true: Callable[[], bool]) -> None:
 
 
 @pytest.mark.usefixtures("repeating")
+def test_executors_that_are_lost_for_good_end_a_fit_which_others_resume(
+    rows: Any, spark: Any, tmp_path: Path
+) -> None:
+    context = spark._jsc.sc()
+    ids = context.getExecutorIds()
+    workers = ids.size()
+
+    def lose_an_executor() -> None:
+        wait_until(lambda: bool(list(tmp_path.glob("*/latest.json"))))
+        context.killExecutor(ids.apply(0))  # and start no other
+
+    thread = threading.Thread(target=lose_an_executor)
+    thread.start()
+    options = {"num_workers": workers, "checkpoint": f"file://{tmp_path}", "checkpoint_every": 7}
+    training = SharedTraining(timeout_s=15.0)
+    with pytest.raises(gw.GradwireError, match=f"num_workers is {workers}, and the cluster has"):
+        make_estimator(training=training, epochs=100_000, **options).fit(rows)
+    thread.join()
+    [folder] = tmp_path.iterdir()
+    context.requestTotalExecutors(workers, 0, spark._jvm.scala.Predef.Map().empty())
+    profile = context.resourceProfileManager().defaultResourceProfile()
+    wait_until(lambda: context.maxNumConcurrentTasks(profile) == workers)
+    model = make_estimator(epochs=1, **options).fit(rows, resume=folder)
+    assert accuracy(model, rows) > 0.9
+
+
+@pytest.mark.usefixtures("repeating")
 def test_a_model_predicts_though_an_executor_dies(rows: Any, tmp_path: Path) -> None:
     fitted = make_estimator(epochs=1).fit(rows)
     flag = str(tmp_path / "died")

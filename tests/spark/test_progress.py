@@ -21,8 +21,9 @@ pytest.importorskip("pyarrow", reason="pyarrow is not installed")
 pytest.importorskip("fsspec", reason="fsspec is not installed")
 
 from gradwire import GradwireError, Node  # noqa: E402
+from gradwire.spark import session  # noqa: E402
 from gradwire.spark.progress import Progress  # noqa: E402
-from gradwire.spark.session import task_failure, told_in_one_line  # noqa: E402
+from gradwire.spark.session import keeping_slots, task_failure, told_in_one_line  # noqa: E402
 from gradwire.spark.watch import Watch  # noqa: E402
 
 SECRET = bytes(range(32))
@@ -327,3 +328,55 @@ Caused by: java.io.IOException: {}
     assert text.startswith(
         'the job failed: Cannot run program "/nowhere/python": set PYSPARK_PYTHON'
     )
+
+
+class Slots:
+    """A classic session that has lost all but one slot, with a stage, and what was cancelled in it."""
+
+    def __init__(self, active_tasks: int) -> None:
+        self.sparkContext = self._jsc = self
+        self.numActiveTasks = active_tasks
+        self.cancelled = threading.Event()
+
+    def sc(self) -> Any:
+        return self
+
+    def resourceProfileManager(self) -> Any:  # noqa: N802
+        return self
+
+    def defaultResourceProfile(self) -> None:  # noqa: N802
+        return None
+
+    def maxNumConcurrentTasks(self, _: None) -> int:  # noqa: N802
+        return 1
+
+    def statusTracker(self) -> Any:  # noqa: N802
+        return self
+
+    def getActiveStageIds(self) -> list[int]:  # noqa: N802
+        return [6, 7]
+
+    def getStageInfo(self, stage: int) -> Any:  # noqa: N802
+        return self if stage == 7 else None  # which is over meanwhile
+
+    def cancelJobsWithTag(self, tag: str) -> None:  # noqa: N802
+        assert tag == "the job's"
+        self.cancelled.set()
+
+
+def test_executors_that_are_not_replaced_end_the_job_with_the_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(session, "_LOOK_S", 0.02)
+
+    def job(spark: Slots, timeout_s: float, wait_s: float) -> None:
+        with keeping_slots(spark, "the job's", 2, timeout_s):  # type: ignore[arg-type]
+            if spark.cancelled.wait(wait_s):
+                raise RuntimeError("the job was cancelled")
+
+    text = "not replaced within 0.1 s: num_workers is 2, and the cluster has 1 slots"
+    with pytest.raises(GradwireError, match=text):
+        job(Slots(active_tasks=1), timeout_s=0.1, wait_s=WAIT_S)
+    job(Slots(active_tasks=1), timeout_s=1000.0, wait_s=0.5)
+    job(Slots(active_tasks=2), timeout_s=0.1, wait_s=0.5)  # on an executor that is to be given up
+    assert not [thread for thread in threading.enumerate() if thread.name == "gradwire-slots"]

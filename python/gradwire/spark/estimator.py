@@ -37,6 +37,7 @@ from .session import (
     cancel,
     check_slots,
     gpus_of_executor,
+    keeping_slots,
     result_bytes_max,
     tagged,
     told_in_one_line,
@@ -331,10 +332,11 @@ class TorchEstimator(Estimator["TorchModel"], Stored):
     ) -> tuple[list[Any], bytes]:
         """Train in a barrier stage; return the history and the model's state."""
         tag = f"{self.uid}-{secrets.token_hex(4)}"
+        workers = self.getOrDefault("num_workers")
         progress = Progress(
             spark,
             job.secret,
-            self.getOrDefault("num_workers"),
+            workers,
             timeout_s=job.training.timeout_s,
             retries=self.getOrDefault("retries"),
             cancel=lambda: cancel(spark, tag),
@@ -343,7 +345,10 @@ class TorchEstimator(Estimator["TorchModel"], Stored):
             sent = replace(job, driver=progress.address)
             while True:
                 try:
-                    with tagged(spark, tag):
+                    with (
+                        tagged(spark, tag),
+                        keeping_slots(spark, tag, workers, job.training.timeout_s),
+                    ):
                         results = _results(self._dealt(rows) if sent.is_shuffled else rows, sent)
                     break
                 except GradwireError:
@@ -351,7 +356,7 @@ class TorchEstimator(Estimator["TorchModel"], Stored):
                 except Exception as error:
                     sleep(_SETTLE_S)
                     if progress.may_repeat():
-                        check_slots(spark, self.getOrDefault("num_workers"))
+                        check_slots(spark, workers)
                         continue
                     if progress.failure is None:
                         raise

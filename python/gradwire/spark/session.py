@@ -31,6 +31,7 @@ __all__ = [
     "failure_of",
     "gpus_of_executor",
     "is_connect",
+    "keeping_slots",
     "result_bytes_max",
     "tagged",
     "task_failure",
@@ -44,6 +45,7 @@ _CANCELLED: Final = re.compile("SPARK_JOB_CANCELLED|OPERATION_CANCELED|SparkCont
 _JAVA: Final = re.compile(r"^(?:Caused by)?: (?:[\w$]+\.)*(.+)$", re.MULTILINE)
 _LINE_MAX: Final = 2_000
 _SLOTS_S: Final = 45.0  # for executors to register
+_LOOK_S: Final = 1.0
 _SMALL_BYTES: Final = 1 << 20  # go with the tasks
 _BROADCAST_BYTES: Final = 16 << 20
 
@@ -73,12 +75,75 @@ def check_slots(spark: SparkSession, workers: int, name: str = "num_workers") ->
     end_s = now_s() + (0.0 if master.startswith("local[") else _SLOTS_S)
     while (slots := _slots(spark, workers)) < workers:
         if now_s() >= end_s:
-            raise ValueError(
-                f"{name} is {workers}, and the cluster has {slots or 'too few'} slots for tasks: use fewer "
-                "of them, or more executors or cores (spark.executor.instances, spark.executor.cores), or a smaller "
-                "spark.task.cpus"
-            )
+            raise ValueError(_too_few(name, workers, slots))
         threading.Event().wait(0.5)  # executors may be on their way
+
+
+def _too_few(name: str, workers: int, slots: int) -> str:
+    return (
+        f"{name} is {workers}, and the cluster has {slots or 'too few'} slots for tasks: use fewer of them, or more "
+        "executors or cores (spark.executor.instances, spark.executor.cores), or a smaller spark.task.cpus"
+    )
+
+
+@contextlib.contextmanager
+def keeping_slots(
+    spark: SparkSession, tag: str, workers: int, timeout_s: float, name: str = "num_workers"
+) -> Iterator[None]:
+    """End the jobs with a tag if there are too few slots for ``timeout_s``: Spark waits for lost executors without end.
+
+    With Connect this does nothing: slots are known there only by trying.
+
+    Args:
+        spark: the session.
+        tag: of the block's jobs.
+        workers: number of workers.
+        timeout_s: in which lost executors may be replaced.
+        name: of the number of workers, for the error.
+
+    Raises:
+        GradwireError: executors were lost, and not replaced.
+    """
+    if is_connect(spark):
+        yield
+        return
+    ended = threading.Event()
+    texts: list[str] = []
+
+    def look() -> None:
+        enough_s = now_s()
+        while not ended.wait(_LOOK_S):
+            slots = _slots(spark, workers)
+            if slots >= workers or _has_tasks(spark, workers):
+                enough_s = now_s()
+            elif now_s() - enough_s > timeout_s:
+                lost = f"executors were lost, and not replaced within {timeout_s:g} s"
+                texts.append(f"{lost}: {_too_few(name, workers, slots)}")
+                cancel(spark, tag)
+                return
+
+    def look_while_session_lasts() -> None:
+        with contextlib.suppress(Exception):  # it may be stopped
+            look()
+
+    thread = threading.Thread(target=look_while_session_lasts, name="gradwire-slots", daemon=True)
+    thread.start()
+    try:
+        yield
+    except Exception:
+        if texts:
+            raise GradwireError(texts[0]) from None
+        raise
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _has_tasks(spark: SparkSession, workers: int) -> bool:
+    """Return whether a stage has so many tasks: executors that are to be given up finish theirs, and have no slots."""
+    tracker = spark.sparkContext.statusTracker()
+    stages = map(tracker.getStageInfo, tracker.getActiveStageIds())
+    return any(stage is not None and stage.numActiveTasks >= workers for stage in stages)
 
 
 def _slots(spark: SparkSession, workers: int) -> int:

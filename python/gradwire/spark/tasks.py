@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
@@ -10,7 +11,7 @@ from gradwire.errors import TransportError
 from gradwire.transport import Node, generate_secret, parse_secret
 
 from .placement import host_of, where_to_bind
-from .session import check_slots, told_in_one_line
+from .session import check_slots, keeping_slots, tagged, told_in_one_line
 
 if TYPE_CHECKING:
     from pyspark import RDD, BarrierTaskContext
@@ -21,6 +22,7 @@ Result = TypeVar("Result")
 
 _PIECE_BYTES: Final = 4 << 20
 _PARTS: Final = 8
+_REPLACED_S: Final = 300.0  # for executors that are lost
 
 
 def pieces_of(data: bytes, most_bytes: int = _PIECE_BYTES) -> Iterator[bytes]:
@@ -53,7 +55,7 @@ def run(
     Raises:
         TypeError: ``data`` is no RDD.
         ValueError: the secret is weak or malformed, there are too few slots, or dynamic allocation is on.
-        GradwireError: a task failed; the error's cause is its traceback.
+        GradwireError: a task failed; the error's cause is its traceback. Or executors were lost, and not replaced.
 
     Example:
         >>> def train(node, rows):  # doctest: +SKIP
@@ -73,7 +75,11 @@ def run(
     from pyspark.sql import SparkSession
 
     key = parse_secret(generate_secret() if secret is None else secret)
-    check_slots(SparkSession(data.context), data.getNumPartitions(), "the number of partitions")
+    session = SparkSession(data.context)
+    workers = data.getNumPartitions()
+    name = "the number of partitions"
+    check_slots(session, workers, name)
+    tag = f"gradwire-{secrets.token_hex(8)}"
 
     def task(rows: Iterable[Any]) -> Iterator[tuple[tuple[int, int], bytes]]:
         with node(secret=key, **options) as connected:
@@ -85,7 +91,11 @@ def run(
     # come to the driver in parts: together they may be larger than spark.driver.maxResultSize.
     trained = data.barrier().mapPartitions(task)
     results: dict[int, list[bytes]] = {}
-    with told_in_one_line():
+    with (
+        told_in_one_line(),
+        tagged(session, tag),
+        keeping_slots(session, tag, workers, _REPLACED_S, name),
+    ):
         for (rank, _), piece in sorted(trained.partitionBy(_PARTS, sum).toLocalIterator()):
             results.setdefault(rank, []).append(piece)
     return [CPickleSerializer().loads(b"".join(pieces)) for pieces in results.values()]
