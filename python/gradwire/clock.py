@@ -1,12 +1,16 @@
-"""The clock of the exchange and of the Spark integration, which tests replace; waits, and log entries at intervals."""
+"""The clock of the exchange and of Spark, which tests replace; waits that are shown, and log entries at intervals."""
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import math
+import sys
 import threading
 import time
-from collections.abc import Callable, Hashable
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any, TypeVar
 
 __all__ = [
     "LOG_INTERVAL_S",
@@ -17,8 +21,11 @@ __all__ = [
     "now_s",
     "of_bytes",
     "repeat",
+    "shown",
     "sleep",
 ]
+
+Item = TypeVar("Item")
 
 _LOG = logging.getLogger(__name__)
 
@@ -28,9 +35,11 @@ POLL_S = 0.05
 # The same without space to send: acknowledgements arrive within a round trip.
 ROOM_POLL_S = 0.001
 
-# Whoever waits longer gets a log entry, and then others at intervals that double up to the longest.
+# Whoever waits longer gets a line on the terminal, or a log entry and then others at intervals that double up to the
+# longest.
 _SHOWN_AFTER_S = 2.0
 _SHOWN_EVERY_S = 30.0
+_REDRAWN_EVERY_S = 0.25
 
 LOG_INTERVAL_S = 10.0  # between entries that every message of a peer may cause
 # Senders and texts whose entries are counted: a peer that is started again is another sender.
@@ -52,10 +61,13 @@ def repeat(work: Callable[[], float | None]) -> None:
 
 
 class Wait:
-    """A wait that may last as long as it progresses, and is logged where it lasts longer than two seconds.
+    """A wait that may last as long as it progresses, and is shown where it lasts longer than two seconds.
+
+    On a terminal, if rich is installed, a line that moves shows how far it is, until the wait is over. Elsewhere the
+    log does.
 
     Args:
-        what: is waited for, for the log.
+        what: is waited for, to be shown.
         silence_s: longest time without progress.
 
     Attributes:
@@ -71,6 +83,7 @@ class Wait:
         self._begin_s = self._moved_s = now_s()
         self._shown_s = self._begin_s + _SHOWN_AFTER_S
         self._marker: object = None
+        self._line: Any = None  # of rich
 
     def allow(self, silence_s: float) -> None:
         """Allow another time without progress from now on."""
@@ -86,7 +99,7 @@ class Wait:
 
         Args:
             marker: any value that changes where something has moved.
-            text: describes it for the log.
+            text: describes it, to be shown.
         """
         time_s = now_s()
         self.progress = text or self.progress
@@ -95,9 +108,44 @@ class Wait:
             self._moved_s = time_s
         if time_s >= self._shown_s:
             elapsed_s = time_s - self._begin_s
-            self._shown_s = time_s + min(elapsed_s, _SHOWN_EVERY_S)
             what = f"{self.what}: {text}" if text else self.what
-            _LOG.warning("%s, after %.0f s", what, elapsed_s)
+            what += f", after {elapsed_s:.0f} s"
+            if self._line is None and (line := _line_on_terminal()):
+                self._line = line
+                # The wait is over when its caller has returned, or has handled the error that it raised.
+                weakref.finalize(self, line.stop)
+            if self._line is not None:
+                self._shown_s = time_s + _REDRAWN_EVERY_S
+                self._line.update(what, refresh=True)
+            else:
+                self._shown_s = time_s + min(elapsed_s, _SHOWN_EVERY_S)
+                _LOG.warning("%s", what)
+
+
+def shown(what: str, arrays: Iterable[Item], count: int) -> Iterator[Item]:
+    """Yield the arrays, so many, and show how many of them the caller is done with, as a `Wait` does."""
+    wait = Wait(what, math.inf)
+    for index, array in enumerate(arrays):
+        wait.note(index, f"{index} of {count} arrays")
+        yield array
+
+
+def _line_on_terminal() -> Any:
+    """Begin a line that moves, below what the process prints; None: there is no terminal, rich, or wish for it."""
+    if not (
+        _LOG.isEnabledFor(logging.WARNING)
+        and sys.stderr is not None
+        and sys.stderr.isatty()
+        and importlib.util.find_spec("rich")
+    ):
+        return None
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console(stderr=True, markup=False, emoji=False, highlight=False)
+    line = Live(console=console, transient=True, auto_refresh=False)
+    line.start()
+    return line
 
 
 class LogLimit:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .. import clock
 from ..agreement import checked_state, sample_of
 from ..arrays import copies, layouts, on_host, views, zeros_like
 from ..codec import Encoder
@@ -72,7 +73,8 @@ def state_of(replica: Replica, training: str, params: Any = None) -> dict[str, A
         # As the next encode does; up to then rounding separates the residual from this difference.
         arrays = list(map(on_host, now))
         parts = split_by_tensor(residuals, replica.groups.tensors, arrays)
-        for part, param, shared in zip(parts, arrays, map(on_host, replica.shared), strict=True):
+        triples = zip(parts, arrays, map(on_host, replica.shared), strict=True)
+        for part, param, shared in clock.shown("residuals are saved", triples, len(arrays)):
             moved = param - shared
             np.copyto(part, moved, where=np.isfinite(moved), casting="same_kind")
     return {
@@ -99,7 +101,7 @@ def params_of(state: dict[str, Any]) -> Iterator[NDArray[Any]]:
     shared = state["shared"]
     residuals = [encoder["residual"] for encoder in state["encoders"]]
     parts = split_by_tensor(residuals, state["tensors"], shared) if state["apply_residual"] else []
-    for index, array in enumerate(shared):
+    for index, array in enumerate(clock.shown("parameters of a checkpoint", shared, len(shared))):
         param = np.array(array, order="C")
         if parts:
             param += parts[index]
