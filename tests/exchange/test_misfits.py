@@ -446,13 +446,15 @@ def test_of_many_that_went_the_last_are_named_first() -> None:
     assert introductions.describe_departed(runs[1:8]).count("host") == 7
 
 
-def test_a_run_that_begins_below_min_members_is_told_so() -> None:
+@pytest.mark.parametrize("joins", [True, False], ids=["join", "step"])
+def test_a_run_that_begins_below_min_members_is_told_so(joins: bool) -> None:
     with cluster(1) as world:
         share, params = (
             share_on(world.node(1), min_peers=0, min_members=3),
             np.zeros(NUMEL, np.float32),
         )
-        share.join(params)
+        if joins:
+            share.join(params)
         with pytest.raises(
             gw.PeerLost, match=r"^1 of at least 3 .* left: the run began with no more$"
         ):

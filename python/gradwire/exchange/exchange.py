@@ -354,6 +354,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
             MessageError: a member sent bytes that are no message, or a message of another step or size; ``params`` is
                 unchanged.
             Closed: the node has been closed.
+            PeerLost: fewer than ``min_members`` are left; the update was not taken.
             TypeError, ValueError: the parameters or the update do not fit; nothing was taken.
             Diverged: the step is done, and most others turned out to hold other parameters; see ``resync``.
         """
@@ -461,14 +462,14 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
             raise ValueError('role="observer" has no updates of its own: call follow')
         if not self._start.has_announced:
             self._start.announce_params(params)
-        if self._options.min_members > 1:
-            self._departure.check_members(self._options.min_members)
         check_params(self._replica, params)
         # Newcomers may ask inside a later call that has no such argument, as ``catch_up``.
         is_empty = isinstance(optimizer_state, Sequence) and not optimizer_state
         self._optimizer_state = NO_STATE if is_empty else as_state(optimizer_state)
         if self._membership.phase is not Phase.IN:
             _become_member(self, params, self._optimizer_state)
+        if self._options.min_members > 1:
+            self._departure.check_members(self._options.min_members)
         # An overlapped step is finished as late as allowed, so that its messages have the longest time to arrive.
         if self._replica.local_steps + 1 < self._options.overlap:
             return None
