@@ -397,3 +397,15 @@ def test_an_optimiser_that_cannot_be_shared_is_refused_before_any_training() -> 
     recorder = Recorder(KINDS[0], Place(0, 1, "", 0), dist.HashStore())
     with pytest.raises(TypeError, match="L-BFGS"):
         recorder.share(model, torch.optim.LBFGS(model.parameters()))
+
+
+def test_a_missing_secret_is_found_before_any_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "40123"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    for name in ("GRADWIRE_SECRET", "GRADWIRE_SECRET_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    model = torch.nn.Linear(1, 1)
+    recorder = Recorder(KINDS[0], Place(0, 2, "127.0.0.1", 0), dist.HashStore())
+    with pytest.raises(ValueError, match="set GRADWIRE_SECRET"):
+        recorder.share(model, torch.optim.SGD(model.parameters()))

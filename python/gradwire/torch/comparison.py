@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ..rendezvous import parse_address, placement
+from ..transport import parse_secret
 from .share import check_kinds, share
 
 if TYPE_CHECKING:
@@ -333,7 +334,8 @@ def compare(
         The comparison in rank 0, None in the others.
 
     Raises:
-        ValueError: no launcher, fewer than 20 steps, or trainings that differ before anything was exchanged.
+        ValueError: no launcher, no secret for several machines, fewer than 20 steps, or trainings that differ before
+            anything was exchanged.
 
     Example:
         >>> def step(model, optimizer, number):
@@ -442,7 +444,10 @@ class Recorder:
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, **options: Any
     ) -> Any:
         """Return an optimiser that trains the model in this recorder's way; of the first, the steps are measured."""
-        check_kinds(model, optimizer)  # before the trainings with all-reduce, which would take any
+        # Before the trainings with all-reduce, which would take any optimiser, and need no secret.
+        check_kinds(model, optimizer)
+        if options.get("node") is None and not placement().is_alone(per_machine=True):
+            parse_secret(None)
         if self._kind == KINDS[2]:
             made: Any = share(model, optimizer, **options)
         else:
