@@ -94,9 +94,8 @@ def share(
         options: see `ExchangeOptions`, with the defaults of `gradwire.torch.share`.
 
     Raises:
-        ValueError: an option or environment variable that cannot be used.
+        ValueError: ``update_scale`` is out of range; ``init`` refuses what else cannot be used.
         TypeError: ``optimizer`` is no transformation.
-        TimeoutError: not all nodes of the run appeared.
     """
     if isinstance(optimizer, type) or not hasattr(optimizer, "update"):
         raise TypeError(

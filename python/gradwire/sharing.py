@@ -289,7 +289,8 @@ class SharedArrays(NotCopied, instead="save its state_dict()"):
             The step to begin with, and whether training had begun.
 
         Raises:
-            TimeoutError, Mismatch: as ``Exchange.join``.
+            TimeoutError: not all nodes of the run appeared; the message names the missing ones.
+            Mismatch: another node shares arrays of other shapes or dtypes, or with other options.
         """
         self._check_open()
         joined: Joined = self.exchange.join(self.params, equalize=True)
@@ -434,8 +435,7 @@ def share(
 
     Raises:
         RuntimeError: this process takes part in a training of this run already, or ``node`` has a training.
-        TimeoutError: not all nodes of the run appeared; the message names the missing ones.
-        Mismatch: another node shares arrays of other shapes or dtypes, or with other options.
+        TimeoutError: the name of another node's machine is not known within ten minutes.
         ValueError: an argument or environment variable that cannot be used.
         TypeError: an unknown option, or no arrays.
 

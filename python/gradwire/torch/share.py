@@ -77,7 +77,7 @@ def share(
             without ``process_group``, a tensor of the model has no memory, an option is out of range (or the role of an
             observer), or the environment cannot be used.
         RuntimeError: this process takes part in a training of this run already, or ``node`` has a training.
-        TimeoutError: not all nodes of the run appeared; the message names the missing ones.
+        TimeoutError: the name of another node's machine is not known within ten minutes.
 
     Example:
         >>> import gradwire.torch, torch

@@ -157,11 +157,11 @@ class Node(NotCopied, instead="make a node in every process that has one"):
         The place in the run is torchrun's, `gradwire run`'s, SLURM's, Open MPI's, PMI's or an indexed Kubernetes job's.
         Every node's id is its rank; all connect to rank 0, at MASTER_ADDR:MASTER_PORT (UDP) or, with SLURM, on the
         first machine. ``GRADWIRE_PEERS``, ``GRADWIRE_BIND`` and ``GRADWIRE_MIN_PEERS`` take precedence, and ``options``
-        of `Node` above all. Without any of these variables the node is alone. ``per_machine`` says that only one
-        process of each machine makes a node.
+        above all. Without any of them the node is alone. ``per_machine``: a machine's processes make one node together.
 
         Raises:
             ValueError: a variable is missing or not what it has to be, or there is no secret for several nodes.
+            TimeoutError: the name of another node's machine is not known within ten minutes.
 
         >>> with Node.from_env() as node:
         ...     node.expected_peers
