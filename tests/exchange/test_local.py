@@ -713,15 +713,15 @@ def test_two_runs_do_not_meet_and_wrong_workers_are_refused(name: str) -> None:
         LocalTeam("../run", params, size=1, rank=0)
 
 
-def test_workers_notice_that_rank_0_is_gone_though_another_run_has_its_name(name: str) -> None:
-    with gw.Node("127.0.0.1:0", secret=SECRET) as node, ThreadPoolExecutor(1) as pool:
-        exchange = gw.Exchange(gw.Encoder(NUMEL, 1.0), node, min_peers=0)
+@pytest.mark.parametrize("steps", [0, 1])
+def test_workers_notice_that_rank_0_is_gone_whoever_has_its_name(steps: int, name: str) -> None:
+    with gw.Node("127.0.0.1:0", secret=SECRET) as node, ThreadPoolExecutor(2) as pool:
         leader = LocalTeam(name, tensors(), size=2, rank=0)
+        lead = leader.lead(gw.Exchange(gw.Encoder(NUMEL, 1.0), node, min_peers=0))
         with LocalTeam(name, tensors(), size=2, rank=1) as other:
             share = other.follow()
-            lead = pool.submit(leader.lead(exchange).step, tensors(1), tensors())
-            share.step(tensors(2), tensors())
-            lead.result()
+            for _ in range(steps):
+                list(pool.map(lambda one: one.step(tensors(1), tensors()), [lead, share]))
             leader.close()
             with (
                 LocalTeam(name, tensors(), size=2, rank=0),

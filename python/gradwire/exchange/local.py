@@ -487,7 +487,7 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
             is_gone = not all(map(self._is_alive, ranks))
             if is_done() or (is_gone and not is_needed):
                 return
-            if is_gone and 0 in ranks and self.started_call:
+            if is_gone and 0 in ranks:
                 raise PeerLost(
                     f"rank 0 of team {self.name!r}, which has the node, is gone: it failed, or took fewer steps than "
                     "this worker; start all its workers again"
