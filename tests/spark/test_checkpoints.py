@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 pytestmark = [pytest.mark.spark, pytest.mark.torch]
-pytest.importorskip("torch", reason="torch is not installed")
+torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("fsspec", reason="fsspec is not installed")
 
 from gradwire.spark import checkpoints  # noqa: E402
@@ -123,3 +123,17 @@ def test_only_the_last_two_checkpoints_are_kept_whatever_the_folder_is_called(
         folder = fsspec.core.url_to_fs(fit.folder)[1]
         paths = files.find(folder)
         assert [path.removeprefix(f"{folder}/") for path in paths] == kept
+
+
+@pytest.mark.parametrize("numbers", [3, 100_000], ids=["in the buffer", "large"])
+def test_a_checkpoint_on_a_full_disk_is_named_with_the_reason(tmp_path: Path, numbers: int) -> None:
+    """Where torch says: unexpected pos 896 vs 790."""
+    written = Checkpoints(f"file://{tmp_path}", None, 5)
+    folder = tmp_path / "step-000000005"
+    folder.mkdir()
+    (folder / "worker-0.pt").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=f"{folder} cannot be written: .*No space left on device"):
+        written.write(5, 0, {"model": torch.zeros(numbers)})
+    (tmp_path / "latest.json.new").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"latest\.json cannot be written: .*No space left on device"):
+        written.finish(5, 1, Position())

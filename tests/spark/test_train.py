@@ -540,6 +540,35 @@ def test_each_batch_for_validation_has_the_time_that_a_worker_has() -> None:
     assert calls[first:] == ["busy", "score"] * 3
 
 
+def test_a_worker_whose_file_system_hangs_has_the_time_that_a_worker_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_busy: list[bool] = []
+    calls: list[tuple[str, bool]] = []
+
+    class Watched(Unwatched):
+        @contextlib.contextmanager
+        def busy(self) -> Iterator[None]:
+            is_busy.append(True)
+            yield
+            is_busy.pop()
+
+    def noted(name: str) -> Any:
+        method = getattr(Checkpoints, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            calls.append((name, bool(is_busy)))
+            return method(*args, **options)
+
+        return call
+
+    for name in ("read", "write", "finish"):
+        monkeypatch.setattr(Checkpoints, name, noted(name))
+    job = local_job(checkpoints=Checkpoints(f"{tmp_path}/fit", None, 1000))
+    LocalWorker(job, Stage(0), Watched()).run(iter([rows_of(4)]))  # type: ignore[arg-type]
+    assert calls == [("read", True), ("write", True), ("finish", True)]
+
+
 def test_what_the_model_raises_is_told_with_its_type() -> None:
     """The message of a KeyError is the key alone."""
 

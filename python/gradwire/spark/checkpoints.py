@@ -15,7 +15,7 @@ import fsspec
 import torch
 from fsspec.implementations.local import LocalFileSystem
 
-__all__ = ["Checkpoints", "Position", "pack", "unpack"]
+__all__ = ["Checkpoints", "Position", "pack", "pack_into", "unpack"]
 
 _LOG = logging.getLogger("gradwire.spark")
 
@@ -30,6 +30,33 @@ def pack(value: Any) -> bytes:
 def unpack(data: bytes) -> Any:
     """Return the value that was packed: tensors and plain values only."""
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+def pack_into(value: Any, file: Any) -> None:
+    """Write as ``torch.save`` does, and raise what the file raises."""
+    try:
+        torch.save(value, file)
+    except RuntimeError as error:
+        # Where the file has raised that the disk is full, torch says only that it is at another position than expected.
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
+
+
+@contextlib.contextmanager
+def _named_if_not_written(url: str) -> Iterator[None]:
+    """Raise why a checkpoint cannot be written with its name.
+
+    Raises:
+        OSError: the file system is full, or something else is wrong with it.
+        TimeoutError: as it is, since another attempt may be in time.
+    """
+    try:
+        yield
+    except TimeoutError:
+        raise
+    except OSError as error:
+        raise OSError(f"the checkpoint {url} cannot be written: {error}") from error
 
 
 def _read_state(url: str) -> dict[str, Any]:
@@ -98,10 +125,12 @@ class Checkpoints:
 
     def write(self, done: int, rank: int, state: dict[str, Any]) -> None:
         """Write one worker's state after ``done`` steps."""
-        files, folder = fsspec.core.url_to_fs(f"{self.folder}/step-{done:09d}")
-        files.makedirs(folder, exist_ok=True)
-        with files.open(f"{folder}/worker-{rank}.pt", "wb") as file:
-            torch.save(state, file)
+        url = f"{self.folder}/step-{done:09d}"
+        with _named_if_not_written(url):
+            files, folder = fsspec.core.url_to_fs(url)
+            files.makedirs(folder, exist_ok=True)
+            with files.open(f"{folder}/worker-{rank}.pt", "wb") as file:
+                pack_into(state, file)
 
     def finish(
         self, done: int, workers: int, position: Position, leads: Sequence[int] = ()
@@ -113,7 +142,10 @@ class Checkpoints:
         # A worker may die while it writes: the old file stays until the new one is whole. Object stores do so anyway.
         is_local = isinstance(files, LocalFileSystem)
         path = f"{folder}/latest.json"
-        with files.open(f"{path}.new" if is_local else path, "w") as file:
+        with (
+            _named_if_not_written(f"{self.folder}/latest.json"),
+            files.open(f"{path}.new" if is_local else path, "w") as file,
+        ):
             json.dump(latest, file)
         if is_local:
             files.mv(f"{path}.new", path)

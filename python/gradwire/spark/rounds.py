@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..clock import now_s
-from .checkpoints import Position, pack, unpack
+from .checkpoints import Position, pack, pack_into, unpack
 from .data import VALIDATION, shuffled, spill
 from .session import Parcel
 from .train import (
@@ -199,7 +199,7 @@ class _State:
 
     def write(self, file: Any) -> None:
         """Write the state for workers."""
-        torch.save({"flat": torch.from_numpy(self._flat), "rest": self._rest}, file)
+        pack_into({"flat": torch.from_numpy(self._flat), "rest": self._rest}, file)
 
     def parcel(self, spark: SparkSession) -> Parcel:
         """Return the state on its way to the workers; it goes through a file rather than through memory."""

@@ -799,7 +799,8 @@ class Worker(ModelReplica):
             epoch, step = divmod(done, steps)
             step_rows = self.workers * self.job.batch_size
             position = Position(epoch, step, step_rows, first_epoch)
-            self.job.checkpoints.finish(done, self.workers, position, self.leads)
+            with self.watch.busy():
+                self.job.checkpoints.finish(done, self.workers, position, self.leads)
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint."""
