@@ -25,7 +25,7 @@ from .parameters import MomentumSum
 from .protocol import Hello, Kind, NodeRun, Phase
 from .replica import Replica, add_to_exported, drop_outdated
 from .results import Pace
-from .snapshot import Donor, NodeState, Recipient, Request, Snapshot
+from .snapshot import Donor, NodeState, Recipient, Snapshot
 
 __all__ = ["Join"]
 
@@ -103,10 +103,9 @@ class Join:
         step_bytes = replica.groups.max_payload_bytes(options.codec)
         peer_of = self._introductions.peer_of
         self._donor = Donor(router.node, self._introductions, step_bytes, departure.supply)
-        self._has_requests = False  # nodes wait for a snapshot from here
         self._recipient = Recipient(router.send, lambda run: peer_of(run).address, membership.run)
         router.handle(Kind.HELLO, self._add_hello)
-        router.handle(Kind.REQUEST, self._add_request)
+        router.handle(Kind.REQUEST, self._donor.add_request)
         router.handle(Kind.SNAPSHOT, self._recipient.add_part)
 
     def poll(self, timeout_s: float) -> None:
@@ -264,7 +263,7 @@ class Join:
 
     def serve(self, params: Any, optimizer_state: NodeState) -> None:
         """Between two steps, give snapshots to the newcomers that have asked."""
-        if not self._has_requests:
+        if not self._donor.requests:
             return
         membership = self._membership
         # While members disagree on a departed member's last updates, a snapshot could contain an update that nobody
@@ -278,16 +277,11 @@ class Join:
             except (TypeError, ValueError) as error:
                 _LOG.error("no snapshot for newcomers: %s", error)
                 self._donor.refuse_all()
-        self._has_requests = bool(self._donor.requesters)
 
     def _snapshot(
         self, positions: dict[NodeRun, int], params: Any, optimizer_state: NodeState
     ) -> Snapshot:
         return _snapshot_of(self._replica, self._membership, positions, params, optimizer_state)
-
-    def _add_request(self, run: NodeRun, number: int, payload: memoryview) -> None:
-        self._donor.add_request(run, number, Request.decode(payload))
-        self._has_requests = True
 
     # ---- joining late ------------------------------------------------------------------------------------------------
 

@@ -452,7 +452,6 @@ class _Transfer:
 
     def __init__(self, parts: Sequence[Outgoing]) -> None:
         self.parts = deque(parts)
-        self.sent_bytes = 0
         self._in_flight: deque[Ticket] = deque()
         self._allowance_bytes = 0.0
         self._allowed_at_s = clock.now_s()
@@ -493,7 +492,6 @@ class _Transfer:
     def advance(self, ticket: Ticket) -> None:
         """Note that the next part has left."""
         nbytes = self.parts.popleft().nbytes
-        self.sent_bytes += nbytes
         self._allowance_bytes = max(0.0, self._allowance_bytes - nbytes)
         self._in_flight.append(ticket)
 
@@ -508,6 +506,9 @@ class Donor:
         introductions: of the newcomers, which say how much they take at once.
         step_bytes: size of a step's largest messages, for which space is left in the send log.
         supply: sends a newcomer the departed members' updates from given steps on; returns whether they are there.
+
+    Attributes:
+        requests: those that are not answered yet, by newcomer, with their numbers.
     """
 
     def __init__(
@@ -528,15 +529,10 @@ class Donor:
         )
         self._supply = supply
         self._step_bytes = min(step_bytes, _STEP_BYTES_MAX)
-        self._requests: dict[NodeRun, tuple[int, Request]] = {}  # by newcomer, with their numbers
+        self.requests: dict[NodeRun, tuple[int, Request]] = {}
         self._lock = threading.Lock()  # of what follows
         self._transfers: dict[NodeRun, _Transfer] = {}
         self._is_sending = False
-
-    @property
-    def requesters(self) -> set[NodeRun]:
-        """The nodes whose requests are not answered yet."""
-        return set(self._requests)
 
     @property
     def remaining_bytes(self) -> int:
@@ -544,9 +540,9 @@ class Donor:
         with self._lock:
             return sum(transfer.nbytes for transfer in self._transfers.values())
 
-    def add_request(self, run: NodeRun, number: int, request: Request) -> None:
+    def add_request(self, run: NodeRun, number: int, payload: memoryview) -> None:
         """Add a newcomer's request with its number, in the place of an earlier one."""
-        self._requests[run] = number, request
+        self.requests[run] = number, Request.decode(payload)
         with self._lock:
             self._transfers.pop(run, None)
 
@@ -559,10 +555,10 @@ class Donor:
         """
         snapshot = None
         step = max(positions.values())  # of a synchronous exchange
-        connected = set(map(run_of, self._node.peers)) if self._requests else set()
-        for run, (number, request) in list(self._requests.items()):
+        connected = set(map(run_of, self._node.peers)) if self.requests else set()
+        for run, (number, request) in list(self.requests.items()):
             if run not in connected:
-                del self._requests[run]
+                del self.requests[run]
                 continue
             # The newcomer gets a member's updates from a step on by itself. A state that lacks an earlier one would
             # leave a gap, so the donor waits until it has applied all of them.
@@ -584,20 +580,20 @@ class Donor:
                 self._transfers[run] = _Transfer([Outgoing(tag, part, run) for part in parts])
                 is_sending = self._is_sending
                 self._is_sending = True
-            del self._requests[run]
+            del self.requests[run]
             # A small snapshot leaves at once, the parts of a large one beside the training.
             if not is_sending and self._send_parts() is not None:
                 clock.repeat(self._send_parts)
 
     def stop(self) -> None:
         """Send no more parts, because this node leaves; the newcomers ask another member."""
-        self._requests.clear()
+        self.requests.clear()
         with self._lock:
             self._transfers.clear()
 
     def refuse_all(self) -> None:
         """Drop all requests; the newcomers ask another member."""
-        self._requests.clear()
+        self.requests.clear()
 
     def _send_parts(self) -> float | None:
         """Send as many parts as may leave now; return when to call again, None when all have left."""
