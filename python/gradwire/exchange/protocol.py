@@ -43,6 +43,7 @@ __all__ = [
     "read_number",
     "read_run",
     "read_step",
+    "read_steps",
     "run_of",
     "tag_of",
     "unpack_relay",
@@ -329,18 +330,13 @@ class Note:
 
 
 def encode_steps(steps: Mapping[NodeRun, int]) -> bytes:
-    """Return a step for each of several nodes as bytes: a report, or a part of a request."""
+    """Return a step for each of several nodes as bytes: a report."""
     return _to_json([[*run, step] for run, step in sorted(steps.items())])
 
 
 def decode_steps(payload: memoryview) -> dict[NodeRun, int]:
     """Return the steps by node; raise `MessageError` if the bytes are no such document."""
-    return _decoded(
-        payload,
-        lambda document: {
-            read_run((node, incarnation)): read_step(step) for node, incarnation, step in document
-        },
-    )
+    return _decoded(payload, read_steps)
 
 
 def pack_relay(sender: NodeRun, tag: int, payload: memoryview) -> bytes:
@@ -380,6 +376,11 @@ def read_run(entry: Any) -> NodeRun:
     """Return a node's run in a document; raise `ValueError` or `TypeError` if it is none."""
     node, incarnation = entry
     return NodeRun(read_number(node), read_number(incarnation))
+
+
+def read_steps(entries: Any) -> dict[NodeRun, int]:
+    """Return steps by node in a document; raise `ValueError` or `TypeError` if they are none."""
+    return {read_run((node, incarnation)): read_step(step) for node, incarnation, step in entries}
 
 
 def _read_slice_bytes(value: Any) -> int:

@@ -27,11 +27,10 @@ from .protocol import (
     Introductions,
     Kind,
     NodeRun,
-    decode_steps,
-    encode_steps,
     read_number,
     read_run,
     read_step,
+    read_steps,
     run_of,
     tag_of,
 )
@@ -253,14 +252,13 @@ class Snapshot:
             for owner, owner_start, sender, sender_start, step in header["accepted"]:
                 by_sender = accepted.setdefault(read_run((owner, owner_start)), {})
                 by_sender[read_run((sender, sender_start))] = read_step(step)
-            [origin] = _read_runs([header["origin"]])
             snapshot = Snapshot(
                 read_step(header["step"]),
-                _read_steps(header["positions"]),
-                _read_steps(header["finals"]),
+                read_steps(header["positions"]),
+                read_steps(header["finals"]),
                 arrays,
                 params,
-                origin,
+                read_run(header["origin"]),
                 str(header["training"]),
                 bool(header["is_sharded"]),
                 accepted,
@@ -357,10 +355,6 @@ class Snapshot:
         return ours == theirs and own_layout == header["arrays"]
 
 
-def _read_steps(entries: Any) -> dict[NodeRun, int]:
-    return {read_run((node, start)): read_step(step) for node, start, step in entries}
-
-
 def _read_runs(entries: Any) -> list[NodeRun]:
     return list(map(read_run, entries))
 
@@ -422,7 +416,7 @@ class Request:
 
     def encode(self) -> bytes:
         """Return the document as bytes."""
-        steps = json.loads(encode_steps(self.steps))
+        steps = [[*run, step] for run, step in sorted(self.steps.items())]
         return json.dumps({**vars(self), "steps": steps}).encode()
 
     @staticmethod
@@ -432,7 +426,7 @@ class Request:
             document = json.loads(bytes(payload))
             donors = read_number(document["donors"], _DONORS_MAX + 1)
             return Request(
-                decode_steps(memoryview(json.dumps(document["steps"]).encode())),
+                read_steps(document["steps"]),
                 _read_ranges(document["missing"]),
                 str(document["digest"]),
                 None if document["step"] is None else read_step(document["step"]),
