@@ -387,7 +387,9 @@ class Join:
             self._resume(params, optimizer_state)
         elif not self._recipient.is_asked:
             self._ask(members, params)
-        elif snapshot := _taken(self._recipient, self._membership, self._replica, self._options):
+        elif _is_brought_up(self._recipient, self._membership, self._replica, self._options) and (
+            snapshot := self._recipient.take()
+        ):
             if not self._options.is_sync:
                 # Later than any update with which this node may have gone, also in an earlier exchange on its node.
                 final = snapshot.finals.get(self._membership.run, 0)
@@ -555,18 +557,10 @@ def _steps_to_go_on(
     return steps
 
 
-def _taken(
-    recipient: Recipient, membership: Membership, replica: Replica, options: Options
-) -> Snapshot | None:
-    """Return the snapshot that was asked for; None: not all of it has arrived, with the updates that it needs."""
-    is_ready = _is_brought_up(recipient, membership, replica, options)
-    return recipient.take() if is_ready else None
-
-
 def _is_brought_up(
     recipient: Recipient, membership: Membership, replica: Replica, options: Options
 ) -> bool:
-    """Bring what a dead donor had sent up to the snapshot that goes on with it; return whether there is nothing to do.
+    """Bring what a dead donor had sent up to the snapshot that goes on with it; return whether nothing is left to do.
 
     The dead donor's values are of an earlier step. The updates in between have come to this node, as they have to all
     members, and are added to them as the members have added them: in the same order, with the same roundings.
@@ -586,7 +580,6 @@ def _is_brought_up(
             _LOG.info(
                 "the snapshot of a member that is gone is of no use: everything travels again"
             )
-            recipient.cancel()
             recipient.forget()
             return False
         for step in range(first, end):
@@ -596,11 +589,10 @@ def _is_brought_up(
             updates.setdefault(step, []).append((run, stream.messages_of(step)))
     if missing:
         # Members send them, unless they have died since the donor answered. It has sent those of departed nodes before.
-        is_lost = not missing <= after.positions.keys()
-        if is_lost or not missing <= membership.others.keys():
-            recipient.cancel()
-        if is_lost:
+        if not missing <= after.positions.keys():
             recipient.forget()
+        elif not missing <= membership.others.keys():
+            recipient.cancel()
         return False
     steps = [
         [messages for _, messages in sorted(updates[step], key=itemgetter(0))]
@@ -609,7 +601,6 @@ def _is_brought_up(
     # Members refuse results for other owners than they count, and this node did not count them yet.
     if after.is_sharded and not all(map(can_be_of_same_owners, steps)):
         _LOG.info("not all results are for the same owners: everything travels again")
-        recipient.cancel()
         recipient.forget()
         return False
     for payloads in steps:

@@ -825,7 +825,8 @@ class Recipient:
         self.incoming = snapshot
 
     def forget(self) -> None:
-        """Forget what has arrived."""
+        """Forget what was asked for, and what has arrived of it."""
+        self.is_asked = False
         self.incoming = None
         self.earlier = None
         self._deliveries.clear()
@@ -862,7 +863,6 @@ class Recipient:
             self._log.log(run, clock.now_s(), text, self._address_of(run), error)
             self._asks_one = True
             self._fastest = None
-            self.cancel()
             self.forget()
 
     def _begin_delivery(self, run: NodeRun, header: memoryview) -> None:
