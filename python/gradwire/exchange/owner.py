@@ -83,6 +83,11 @@ class Division:
             target = self._groups.select(params, group)
             apply(message, target, factor, part=part, threads=threads)
 
+    def add_results(self, results: Sequence[PartUpdate], params: Any) -> None:
+        """Add the owners' results of a step to arrays of the parameters' shapes."""
+        for result in results:
+            self.add_to_params(result, params)
+
 
 class Owner:
     """The part of the parameters that this node owns, with a residual of sums that were not published yet.
@@ -458,11 +463,6 @@ class Sharding:
             or run not in self.senders
             or (update.parts, update.place) != (parts, places.get(run, parts))
         ]
-
-    def add_results(self, results: Sequence[PartUpdate], params: Any) -> None:
-        """Add the owners' results to arrays of the parameters' shapes."""
-        for result in results:
-            self._division.add_to_params(result, params)
 
     def settle(self, results: Sequence[PartUpdate], step: int) -> None:
         """Note which parts the results of a step contain; put back those that their owners will never accept."""

@@ -439,7 +439,7 @@ class Replica(SharedCopy):
             self.total.add_payloads(payloads, params, divisor, second)
             return
         results = cast("Sequence[PartUpdate]", payloads)
-        self.total.add_results(partial(self.sharding.add_results, results), params, second)
+        self.total.add_results(partial(self._division.add_results, results), params, second)
 
     def finish_step(self, update: StepUpdate, params: Any) -> None:
         """Keep a finished update a little longer, in host memory, and advance to the next step."""
@@ -606,16 +606,12 @@ def add_to_exported(
 ) -> None:
     """Add a step's updates to what another node's ``export_state`` has returned, as that node adds them."""
     total, params = replica.total.at(exported)
-    if not is_sharded:
+    if is_sharded:
+        results = cast("Sequence[PartUpdate]", payloads)
+        total.add_results(partial(replica._division.add_results, results), params, None)
+    else:
         divisor = nodes if replica._options.reduction == "mean" else 1
         total.add_payloads(payloads, params, divisor)
-        return
-
-    def add_to(target: Any) -> None:
-        for result in cast("Sequence[PartUpdate]", payloads):
-            replica._division.add_to_params(result, target)
-
-    total.add_results(add_to, params, None)
 
 
 def _check(messages: Sequence[Message], expected: Sequence[tuple[int, int]]) -> None:
