@@ -216,6 +216,9 @@ class SharedCopy:
     Attributes:
         groups: encoders and residuals.
         total: adds messages to the shared parameters.
+        applies_residual: whether the caller's parameters hold the residual.
+        differing: the caller's parameters, while the residual is nothing but their difference to the shared ones;
+            empty: the encoders have it.
         shared: one array for each of the caller's; empty without local steps and ``apply_residual``.
         local_steps: steps since the last exchange.
         replacements: number of times that another node's parameters, with other values, have replaced these.
@@ -225,14 +228,13 @@ class SharedCopy:
     def __init__(self, groups: Groups, total: PlainSum, *, applies_residual: bool) -> None:
         self.groups = groups
         self.total = total
+        self.applies_residual = applies_residual
+        self.differing: Arrays = []
         self.shared: Arrays = []
         self.local_steps = 0
         self.replacements = 0
         self.written: Written | None = None
-        self._applies_residual = applies_residual
         self._is_loaded = False  # from a checkpoint
-        # The caller's parameters, while the residual is nothing but a difference; empty: the encoders have it.
-        self._differing: Arrays = []
         self._sample: Any = None  # of the parameters as the last exchange left them; None: unknown
         # Fingerprint of the caller's parameters after the last call.
         self._left: list[bytes | int] = []
@@ -308,7 +310,7 @@ class SharedCopy:
 
         Elements that hold the residual already, but for rounding, stay as they are: training then resumes bit for bit.
         """
-        if not self._applies_residual or self.local_steps or not self.groups.has_residuals:
+        if not self.applies_residual or self.local_steps or not self.groups.has_residuals:
             return
         # A new copy of the parameters and a residual of zeros are what the parameters are.
         residuals = self.groups.residuals(self.shared)
@@ -323,22 +325,12 @@ class SharedCopy:
         if not self.groups.keeps_residuals:
             self._sample = sample_beside(writable_views(params))
 
-    @property
-    def applies_residual(self) -> bool:
-        """Whether the caller's parameters hold the residual."""
-        return self._applies_residual
-
     # ---- a residual that is nothing but a difference -----------------------------------------------------------------
 
     @property
     def is_difference(self) -> bool:
         """Whether the residual is only what the caller's parameters differ from the shared ones by."""
-        return bool(self._differing)
-
-    @property
-    def differing(self) -> Arrays:
-        """The caller's parameters, where the residual is their difference to the shared ones; empty: it is not."""
-        return self._differing
+        return bool(self.differing)
 
     def make_residual(self, params: Any) -> None:
         """Let the encoders have the residual."""
@@ -355,13 +347,13 @@ class SharedCopy:
         """
         if self.groups.keeps_residuals or not self.shared or self.written is not None:
             return
-        self._differing = writable_views(params)
-        self._sample = sample_beside(self._differing) if samples else None
+        self.differing = writable_views(params)
+        self._sample = sample_beside(self.differing) if samples else None
         self.groups.drop_residuals()
 
     def difference_of(self, index: int, stride: int) -> NDArray[Any]:
         """Return every so many elements of one array's residual, flat and in host memory, where it is a difference."""
-        param, shared = self._differing[index], self.shared[index]
+        param, shared = self.differing[index], self.shared[index]
         return on_host(param.reshape(-1)[::stride] - shared.reshape(-1)[::stride])
 
     def residuals_on_host(self, numel: int) -> Iterator[NDArray[Any]]:
@@ -369,7 +361,7 @@ class SharedCopy:
 
         Those on a device are left out: reading them would make the training wait. May be called from any thread.
         """
-        differing = self._differing
+        differing = self.differing
         if device_of(differing) >= 0:
             return
         for param, shared in zip(differing, self.shared, strict=False):
@@ -388,7 +380,7 @@ class SharedCopy:
             if not self._left or self._is_sampled_as(arrays):
                 return [True] * len(arrays)
             return [now == left for now, left in zip(_fingerprint(params), self._left, strict=True)]
-        if not self._applies_residual or not self.groups.has_residuals:
+        if not self.applies_residual or not self.groups.has_residuals:
             return _equal(arrays, self.shared)
         # Where a large quantum was added and taken away again, rounding is relative to the quantum; where the residual
         # is larger than the shared parameters, relative to the residual.
@@ -437,7 +429,7 @@ class SharedCopy:
             digest: see `Written`.
         """
         targets = writable_views(params)
-        if self._applies_residual:
+        if self.applies_residual:
             # As an update: the residual leads from the shared parameters to the caller's.
             self._set_residual(params)
             offset = difference(copies(targets), values)
@@ -459,7 +451,7 @@ class SharedCopy:
         """Make what this node's caller has written an update of this node."""
         written = self.written
         self.written = None
-        if written is None or self._applies_residual:
+        if written is None or self.applies_residual:
             return
         targets = writable_views(params)
         add(targets, placed(difference(written.shared, copies(self.shared)), params))
@@ -483,7 +475,7 @@ class SharedCopy:
         """
         written = self.written
         self.written = None
-        if written is None or not self._applies_residual:
+        if written is None or not self.applies_residual:
             return False
         # Of the residuals only this node's update since then is left.
         for encoder, state, total in zip(
@@ -505,12 +497,12 @@ class SharedCopy:
         """
         targets = writable_views(params)
         self._sample = None
-        if not self._applies_residual:
+        if not self.applies_residual:
             delta = difference(targets, self.shared)
             return (delta if weight == 1.0 else scaled(delta, weight)), None
         self._weigh_movement(params, weight)
         if not self.groups.has_residuals:
-            self._differing = targets
+            self.differing = targets
         if device_of(targets) < 0:
             return targets, self.shared
         residuals = self.groups.residuals(self.shared)  # refuses residuals elsewhere
@@ -534,7 +526,7 @@ class SharedCopy:
         if not self.shared:
             return
         self.local_steps = 0
-        if self._applies_residual:
+        if self.applies_residual:
             self._set_residual(params)
         self.write_params(params)
 
@@ -543,9 +535,9 @@ class SharedCopy:
 
         The caller's parameters are replaced after that.
         """
-        if self._applies_residual:
+        if self.applies_residual:
             if self.is_difference:  # `import_state` keeps it
-                self._differing = writable_views(params)
+                self.differing = writable_views(params)
                 return
             # A newcomer that has not trained yet needs no memory for that.
             if self.groups.has_residuals or not all(_equal(writable_views(params), self.shared)):
@@ -577,7 +569,7 @@ class SharedCopy:
             param += before
 
     def _set_residual(self, params: Any) -> None:
-        self._differing, self._sample = [], None
+        self.differing, self._sample = [], None
         for param, shared, residual in self._parts(params):
             moved = param - shared
             np.copyto(residual, moved, where=np.isfinite(moved), casting="same_kind")
@@ -587,7 +579,7 @@ class SharedCopy:
         targets = writable_views(params)
         if self.is_difference:
             self._set_residual(params)
-        if not self._applies_residual or not self.groups.has_residuals:
+        if not self.applies_residual or not self.groups.has_residuals:
             put(targets, self.shared)
             return
         residuals = self.groups.residuals(self.shared)
@@ -641,11 +633,11 @@ class SharedCopy:
         self.replacements += not all(map(np.array_equal, map(on_host, target), values))
         # A residual that is a difference stays one: in memory of its own it would be as large as the parameters.
         if self.is_difference:
-            subtract(self._differing, target)
+            subtract(self.differing, target)
         put(self.export_state(params), arrays)
         if self.is_difference:
-            add(self._differing, target)
-            self._sample = None if self._sample is None else sample_beside(self._differing)
+            add(self.differing, target)
+            self._sample = None if self._sample is None else sample_beside(self.differing)
             return
         self._sample = None
         if self.shared:

@@ -230,9 +230,9 @@ class Replica(SharedCopy):
         # With ``apply_residual`` the parameters that the caller has moved are already what they have to be: shared
         # parameters, residual and update. Rewriting them would cost a pass and change their rounding, but encoders that
         # drop something need it.
-        if self.shared and not (self._applies_residual and has_moved and not self._is_lossy):
+        if self.shared and not (self.applies_residual and has_moved and not self._is_lossy):
             self.write_params(params)
-            if self._applies_residual:
+            if self.applies_residual:
                 self._add_update_to_params(update, writable_views(params), 1.0)
         update.encode_s = clock.now_s() - begin_s
         update.add_wait(wait_s)
@@ -295,7 +295,7 @@ class Replica(SharedCopy):
         self.share_written(params)
         device = device_of(self.shared)
         if self.shared and all(own.device_number == device for own in self.groups.encoders):
-            if self._applies_residual and self.pending is not None:
+            if self.applies_residual and self.pending is not None:
                 # They have their weight already.
                 self._add_update_to_params(self.pending, writable_views(params), -1.0)
             super().absorb_local_changes(params, weight)
@@ -389,7 +389,7 @@ class Replica(SharedCopy):
             return False
         unsent = [encoder.state_dict()["residual"] for encoder in self.groups.encoders]
         self.put_back_into(unsent)
-        if self.sharding is not None and self._applies_residual:
+        if self.sharding is not None and self.applies_residual:
             self.sharding.settle(cast("Sequence[PartUpdate]", payloads), self.step)
             self.sharding.clear()
             self._late.clear()
@@ -411,7 +411,7 @@ class Replica(SharedCopy):
     ) -> None:
         """Add updates to the shared copy and to the caller's parameters, which keep residual and local steps."""
         targets = writable_views(params)
-        if self._applies_residual:
+        if self.applies_residual:
             held = None
             if update is not None:
                 messages = update.messages
@@ -492,7 +492,7 @@ class Replica(SharedCopy):
             self._division.add_to_residuals(part, self.groups.whole_residuals(), factor)
         # The caller's parameters are not at hand here. Until the part is added to them, they lack what the residual
         # has.
-        if self._applies_residual:
+        if self.applies_residual:
             self._late.append((part, factor))
 
     def add_late_parts(self, params: Any) -> None:
