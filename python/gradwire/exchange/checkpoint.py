@@ -135,7 +135,6 @@ def load_state(state: dict[str, Any], replica: Replica, every: int) -> None:
         shared = copies([np.asarray(array) for array in state["shared"]])
         sample = next((np.array(each, np.float64) for each in state.get("sample", ())), None)
         written = next(map(_written_of, state.get("unsettled", ())), None)
-        agreement = checked_state(state["agreement"])
     except (AttributeError, LookupError, OverflowError, TypeError) as error:
         raise ValueError(f"{_WHAT} cannot be read: {error!r}") from error
     total = replica.total
@@ -143,7 +142,7 @@ def load_state(state: dict[str, Any], replica: Replica, every: int) -> None:
         encoder.load_state_dict(saved)
     if isinstance(total, MomentumSum):
         total.load_velocity(velocity)
-    replica.agreement.load(agreement)
+    replica.agreement.load(state["agreement"])
     replica.agreement.load_previous(previous, median)
     replica.load_shared(shared, sample, written)
     # Who owns which part is known only when the training begins, perhaps with other nodes: until then the owner's state

@@ -137,9 +137,9 @@ class MomentumSum(PlainSum):
         total.velocity = exported[:count]
         return total, exported[count:]
 
-    def load_velocity(self, velocity: Sequence[NDArray[Any]]) -> None:
-        """Continue with a copy of another velocity."""
-        self.velocity = copies(velocity)
+    def load_velocity(self, velocity: Arrays) -> None:
+        """Continue with another velocity, not copied."""
+        self.velocity = velocity
 
     def add_results(
         self, add_to: Callable[[Any], None], params: Any, second: SecondTarget | None
