@@ -17,7 +17,7 @@ from .options import Options
 from .parameters import agreed_parameters
 from .protocol import Hello, Introductions, NodeRun, Phase
 from .replica import Replica
-from .snapshot import NodeState
+from .snapshot import NO_STATE, NodeState
 
 if TYPE_CHECKING:
     from ..transport import Node
@@ -92,12 +92,12 @@ class Start:
         self._equalizes = False
         self._former_members: frozenset[NodeRun] | None = None
 
-    def announce_params(self, params: Any, state: NodeState | None = None) -> None:
+    def announce_params(self, params: Any, state: NodeState = NO_STATE) -> None:
         """Check the parameters and tell the others their dtypes, shapes and initial values.
 
         Args:
             params: of the caller.
-            state: also equal on all nodes when the training begins; None: only the parameters are.
+            state: also equal on all nodes when the training begins.
 
         Raises:
             Mismatch: no other member has such parameters.
@@ -109,9 +109,7 @@ class Start:
         start = self._introductions.start
         if self._membership.phase is Phase.NEW:
             arrays = agreed_parameters(self._replica) or params
-            params_digest, residual = start_of(
-                groups, arrays, [] if state is None else state.export()
-            )
+            params_digest, residual = start_of(groups, arrays, state.export())
             # Nodes that go on from an earlier exchange have their own residuals, which may be equal.
             start = params_digest, residual if self._former_members is None else ""
         if self._membership.set_params(layouts(params), start):
@@ -457,9 +455,7 @@ class Start:
         members = [membership.run, *others]
         membership.forget_reports()  # of an earlier training
         # In this order: a member that hears of this node's phase may send a part of its first update at once.
-        membership.begin(
-            members[1:], replica.step, origin, is_sharded=is_sharded, training=training
-        )
+        membership.begin(others, replica.step, origin, is_sharded=is_sharded, training=training)
         replica.begin(replica.step, len(members), is_sharded=is_sharded)
         replica.assign_owners(members, replica.step, self._introductions.workers)
         self._router.announce(Phase.IN)
@@ -531,7 +527,7 @@ def _describe_gone(node: Node, introductions: Introductions) -> str:
 
 def _differ(start: tuple[str, str], other: tuple[str, str]) -> bool:
     """Return whether two nodes begin with other parameters, as far as their digests tell; see `start_of`."""
-    return "" != start[0] != other[0] != ""
+    return bool(start[0] and other[0]) and start[0] != other[0]
 
 
 def _warn_if_unequal(introductions: Introductions, others: Collection[NodeRun]) -> None:
