@@ -669,8 +669,6 @@ class Trainings:
         introductions = self._introductions
         if membership.is_sharded is None or membership.destination is not Phase.IN:
             return False
-        # The word of every connected node counts.
-        connected = set(map(introductions.register, self._router.node.peers))
         joining = introductions.compatible(Phase.JOINING)
         waiting = [*joining.values(), *introductions.compatible(Phase.NEW).values()]
         # A node that was never a member has only its own initial parameters.
@@ -694,19 +692,24 @@ class Trainings:
             # Others may see a member that this node does not see, which stands still or has yet to connect.
             and not any(hello.members for hello in waiting)
             and not introductions.compatible(Phase.READY)
-            and introductions.hellos.keys() >= connected
+            and not self.is_any_silent
         )
+
+    @property
+    def is_any_silent(self) -> bool:
+        """Whether a connected node has not introduced itself: the word of every one counts."""
+        connected = set(map(self._introductions.register, self._router.node.peers))
+        return not self._introductions.hellos.keys() >= connected
 
     def has_only_misfits(self) -> bool:
         """Return whether there is a training here, but none that this node could join."""
         introductions = self._introductions
-        connected = set(map(introductions.register, self._router.node.peers))
         return (
             not introductions.compatible()
             and any(
                 introductions.hellos[run].phase is Phase.IN for run in introductions.incompatible
             )
-            and introductions.hellos.keys() >= connected  # the word of every connected node counts
+            and not self.is_any_silent
         )
 
     def describe_unreachable(self) -> str:
@@ -793,13 +796,11 @@ class Trainings:
         These wait for others to begin with: without this node they might wait for ever, and this node for a member.
         """
         membership = self._membership
-        introductions = self._introductions
         if membership.is_sharded is not None or membership.destination is not Phase.IN:
             return False
-        connected = set(map(introductions.register, self._router.node.peers))
-        others = introductions.compatible().values()
+        others = self._introductions.compatible().values()
         return self._lasts(
-            introductions.hellos.keys() >= connected
+            not self.is_any_silent
             and all(hello.is_sharded is None for hello in others)
             and any(hello.phase is Phase.NEW for hello in others)
         )

@@ -281,7 +281,7 @@ class Start:
             raise Mismatch(introductions.describe_incompatible())
         # Only one node names the members, so all begin with the same set even if they see each other at different
         # times.
-        elif self._options.role != "observer" and not self._is_any_silent():
+        elif self._options.role != "observer" and not self._waits_for_introduction():
             initial = self._initial()
             if len(initial) >= (self._all_others(expected) if members else expected):
                 # Also on a node that does not name the members: the one that does would name none.
@@ -368,10 +368,9 @@ class Start:
             )
         return False
 
-    def _is_any_silent(self) -> bool:
+    def _waits_for_introduction(self) -> bool:
         """Return whether to wait for a connected node's introduction: a training may have begun without this node."""
-        connected = self._connected()
-        is_silent = not self._introductions.hellos.keys() >= connected
+        is_silent = self._trainings.is_any_silent
         if not is_silent or self._silent_until_s is None:
             self._silent_until_s = clock.now_s() + _INTRODUCTION_S
         return is_silent and clock.now_s() < self._silent_until_s
