@@ -429,10 +429,10 @@ class Groups:
                 self.put_back(messages)
             raise
 
-    def put_back(self, messages: Sequence[Message], factor: float = 1.0) -> None:
-        """Add unsent messages, times a factor, to their residuals."""
+    def put_back(self, messages: Sequence[Message]) -> None:
+        """Add unsent messages to their residuals."""
         for encoder, message in zip(self.encoders, messages, strict=False):
-            apply(message, encoder.residual, factor)
+            apply(message, encoder.residual)
 
 
 def split_by_tensor(

@@ -127,10 +127,6 @@ class UpdateStream:
         self.received = self.next_missing
         self.add_update(messages, payload)
 
-    def set_provisional(self, is_provisional: bool) -> None:
-        """Keep the updates until further notice, or apply them from now on."""
-        self.is_provisional = is_provisional
-
     def cut_at(self, step: int) -> None:
         """Forget the updates from ``step`` on, which nobody applies."""
         self.received = min(self.received, max(step, self.position))
@@ -360,7 +356,7 @@ class Membership:
         with a part of a split network whose members were this node's, too: the others here then apply none of its
         updates. A newcomer that has come in beside this node names it as soon as it hears of it.
         """
-        self.members[run].set_provisional(not self.is_known_to(run))
+        self.members[run].is_provisional = not self.is_known_to(run)
 
     def mark_broken(self, run: NodeRun) -> None:
         """Note that a member's updates have a gap, as if its connection had ended."""
@@ -389,7 +385,7 @@ class Membership:
         if stream.is_provisional:
             # Kept updates that others have applied count here, too, and those that nobody has applied do not.
             stream.cut_at(final)
-            stream.set_provisional(False)
+            stream.is_provisional = False
             self.departing[run] = stream.next_missing
 
     def refuse_from(self, run: NodeRun, step: int) -> None:
@@ -617,9 +613,10 @@ class Membership:
         updates: Updates = []
         for run, stream in self.members.items():
             if stream.is_provisional:
-                stream.set_provisional(not self.is_known_to(run))
-            is_known = not stream.is_provisional
-            while is_known and stream.position in stream and stream.position <= last:
+                stream.is_provisional = not self.is_known_to(run)
+            if stream.is_provisional:
+                continue
+            while stream.position in stream and stream.position <= last:
                 updates.append((run, stream.take_messages()))
         return updates
 

@@ -131,12 +131,12 @@ class Meter:
         self._rounds: list[_Times] = []
         self._has_judged = False
 
-    def time(self, take: Callable[..., StepResult], *arguments: Any) -> StepResult:
+    def time(self, take: Callable[[], StepResult]) -> StepResult:
         """Take a step and return its result with the times filled in."""
         begin_s = clock.now_s()
         compute_s = 0.0 if self._returned_s is None else begin_s - self._returned_s
         try:
-            result = take(*arguments)
+            result = take()
         finally:
             self._returned_s = clock.now_s()
         step_s = compute_s + self._returned_s - begin_s

@@ -764,7 +764,7 @@ class Recipient:
     @property
     def resumable(self) -> Snapshot | None:
         """What has arrived of a snapshot, with which another donor may go on."""
-        return self.earlier if self.is_behind else self.incoming
+        return self.earlier or self.incoming
 
     @property
     def missing(self) -> Ranges:
