@@ -406,7 +406,7 @@ class Departure:
         # Three kinds of reporters: one that is no member here, and would wait for this node's reports for ever; one
         # that is itself gone, whose opinion does not count; and a member, whose report may be about this node.
         if reporter not in membership.members:
-            self._refuse(reporter)
+            self._answer_outsider(reporter)
         elif reporter in membership.departing:
             pass
         elif (
@@ -443,7 +443,7 @@ class Departure:
         is_awaited = membership.destination is Phase.READY or (has_left and is_late)
         return is_awaited and (run in self._introductions.hellos or _has_more(self._router, run))
 
-    def _refuse(self, run: NodeRun) -> None:
+    def _answer_outsider(self, run: NodeRun) -> None:
         """Tell a node that takes this one for a member, and would wait for its reports, that it is none here."""
         hello = self._introductions.compatible(Phase.IN).get(run)
         if self._membership.phase is Phase.IN and hello and self._membership.run in hello.members:

@@ -495,13 +495,13 @@ class Introductions:
         self.start = ("", "")
         self.hellos: dict[NodeRun, Hello] = {}
         self.incompatible: dict[NodeRun, str] = {}
-        self._me = me
+        self._run = run_of(me)
         self._names = names
         self._ignored: list[Callable[[Hello], bool]] = []
-        self._peers: dict[NodeRun, Peer] = {run_of(me): me}
+        self._peers: dict[NodeRun, Peer] = {self._run: me}
         self._reasons: dict[NodeRun, str] = {}  # why connections ended
-        self.workers: set[NodeRun] = {run_of(me)} if role == "worker" else set()
-        self.teams: dict[NodeRun, tuple[int, int]] = {run_of(me): (1, 1)}
+        self.workers: set[NodeRun] = {self._run} if role == "worker" else set()
+        self.teams: dict[NodeRun, tuple[int, int]] = {self._run: (1, 1)}
         self.training = ""
         self.is_confirmed = False
         self.left_training = ""
@@ -565,9 +565,8 @@ class Introductions:
 
     def set_team(self, team: tuple[int, int]) -> bool:
         """Note the workers of this node's machine, see `Hello`; return whether they are others than before."""
-        run = run_of(self._me)
-        is_new = self.teams[run] != team
-        self.teams[run] = team
+        is_new = self.teams[self._run] != team
+        self.teams[self._run] = team
         return is_new
 
     def common_slice_bytes(self, runs: Iterable[NodeRun]) -> int:
@@ -607,7 +606,7 @@ class Introductions:
 
     def is_replaced(self, run: NodeRun) -> bool:
         """Return whether a later run of the same node is here."""
-        others = (run_of(self._me), *self.hellos)
+        others = (self._run, *self.hellos)
         return any(run.id == other.id and run < other for other in others)
 
     # ---- introductions -----------------------------------------------------------------------------------------------
@@ -670,7 +669,7 @@ class Introductions:
 
     def excludes_this_node(self, run: NodeRun) -> bool:
         """Return whether a node has said that it takes no more messages of this one."""
-        return run in self.hellos and run_of(self._me) in dict(self.hellos[run].excluded)
+        return run in self.hellos and self._run in dict(self.hellos[run].excluded)
 
     @property
     def misfits(self) -> int:
@@ -714,12 +713,12 @@ class Introductions:
             return
         difference = self._excluded.get(run) or difference_of(hello.signature, self.signature)
         if not difference and self.excludes_this_node(run):
-            reason = dict(hello.excluded)[run_of(self._me)]
+            reason = dict(hello.excluded)[self._run]
             difference = f"it takes no more messages of this node: {reason}"
         difference = difference or self._judge(run, hello)
         if difference:
             there = self.peer_of(run).address
-            here = self._me.address
+            here = self.peer_of(self._run).address
             text = f"{there} and this node ({here}) do not fit: {difference}"
             self.incompatible[run] = text
             if before is None:
