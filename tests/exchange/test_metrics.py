@@ -150,11 +150,10 @@ def test_one_long_wait_is_neither_a_slow_link_nor_hides_one(
     waits_s = {16: 10.0}
     computes_s = {18: 50.0}
 
-    def wait_for_room(*_: object) -> float:
+    def take_room() -> None:
         moving.now_s += waits_s.get(share.stats.steps * every, usual_s * every)
-        return 1.0
 
-    monkeypatch.setattr(share._step, "_wait_for_room", wait_for_room)
+    monkeypatch.setattr(share._step, "_obstacle", take_room)
     for number in range(40):
         moving.now_s += computes_s.get(number, 0.2)
         step(share)
@@ -477,11 +476,10 @@ def test_waiting_for_space_counts_as_waiting(
     moving = Clock()
     monkeypatch.setattr(clock, "now_s", moving)
 
-    def wait_for_room(*_: object) -> float:
+    def take_room() -> None:
         moving.now_s += 1.0
-        return 1.0
 
-    monkeypatch.setattr(share._step, "_wait_for_room", wait_for_room)
+    monkeypatch.setattr(share._step, "_obstacle", take_room)
     for _ in range(30):
         step(share)
     [text] = [text for text in caplog.messages if text.startswith("gradwire takes")]

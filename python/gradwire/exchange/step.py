@@ -247,11 +247,7 @@ class Step:
     # ---- space -------------------------------------------------------------------------------------------------------
 
     def wait_for_room(self, params: Any, optimizer_state: NodeState) -> None:
-        """Wait until an update may be taken, and count the seconds; `WouldBlock` is raised after ``timeout_s``."""
-        self._room_s += self._wait_for_room(params, optimizer_state)
-
-    def _wait_for_room(self, params: Any, optimizer_state: NodeState) -> float:
-        """Receive until the node has space for one more message and no member is too far behind; return the seconds.
+        """Receive until the node has space for one more message and no member is too far behind; count the seconds.
 
         Raises:
             WouldBlock: after ``timeout_s``.
@@ -264,7 +260,8 @@ class Step:
                 self._join.ensure_member(params, optimizer_state)
             obstacle = self._obstacle()
             if obstacle is None:
-                return clock.now_s() - begin_s
+                self._room_s += clock.now_s() - begin_s
+                return
             if clock.now_s() >= begin_s + timeout_s:
                 raise WouldBlock(
                     f"step {self._introductions.step_number(self._replica.step)} cannot begin within "
