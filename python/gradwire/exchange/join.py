@@ -145,7 +145,7 @@ class Join:
                 return
             self._recipient.drop(self._recipient.donors.difference(able))
             if membership.run in able:
-                self._donor.serve(here, lambda: self._snapshot(here, params, optimizer_state))
+                self._donor.serve(here, lambda: _snapshot_of(self, here, params, optimizer_state))
             elif not self._recipient.is_asked:
                 # One at a time from each: those that have got them double with every turn.
                 waiting = sorted(digests.keys() - able).index(membership.run)
@@ -272,16 +272,11 @@ class Join:
             positions = {**membership.positions, membership.run: self._replica.step}
             try:
                 self._donor.serve(
-                    positions, lambda: self._snapshot(positions, params, optimizer_state)
+                    positions, lambda: _snapshot_of(self, positions, params, optimizer_state)
                 )
             except (TypeError, ValueError) as error:
                 _LOG.error("no snapshot for newcomers: %s", error)
                 self._donor.refuse_all()
-
-    def _snapshot(
-        self, positions: dict[NodeRun, int], params: Any, optimizer_state: NodeState
-    ) -> Snapshot:
-        return _snapshot_of(self._replica, self._membership, positions, params, optimizer_state)
 
     # ---- joining late ------------------------------------------------------------------------------------------------
 
@@ -420,7 +415,7 @@ class Join:
         if replica.sharding is not None:
             replica.sharding.reject_parts(step)
         snapshot = replace(
-            self._snapshot({}, params, optimizer_state),
+            _snapshot_of(self, {}, params, optimizer_state),
             finals=finals,
             step=step + 2,  # later than any update with which a node may have gone
             senders=[membership.run],
@@ -664,7 +659,7 @@ def _keep_state(
     """Keep a copy of what this node had as it followed these members: another one adds what it lacks."""
     finals = dict(join._membership.finals)
     positions = {run: finals.pop(run) for run in members}
-    snapshot = replace(join._snapshot(positions, params, optimizer_state), finals=finals)
+    snapshot = replace(_snapshot_of(join, positions, params, optimizer_state), finals=finals)
     snapshot.arrays[:] = copies(snapshot.arrays)
     join._recipient.keep(snapshot)
     join._trainings.inherit(positions)
@@ -689,21 +684,18 @@ def _can_follow(join: Join) -> bool:
 
 
 def _snapshot_of(
-    replica: Replica,
-    membership: Membership,
-    positions: dict[NodeRun, int],
-    params: Any,
-    optimizer_state: NodeState,
+    join: Join, positions: dict[NodeRun, int], params: Any, optimizer_state: NodeState
 ) -> Snapshot:
     """Return the present state, of which nothing is copied.
 
     Args:
-        replica: of this node.
-        membership: of this node.
+        join: of this node.
         positions: for every member, this node included, the first update that is not in the state.
         params: the caller's.
         optimizer_state: the caller's.
     """
+    replica = join._replica
+    membership = join._membership
     shared = replica.export_state(params)
     sharding = replica.sharding
     introductions = membership.introductions
