@@ -37,7 +37,7 @@ class Pace:
 
     @property
     def present_s(self) -> float:
-        """The same with the time since the last event."""
+        """The longest time, where that since the last exchange counts as well."""
         since_s = 0.0 if self._last_s is None else clock.now_s() - self._last_s
         return max(self.longest_s, since_s)
 

@@ -164,7 +164,7 @@ class Snapshot:
         finals: for departed members, the first update that nobody applied.
         arrays: of ``Replica.export_state``, then of the `NodeState`.
         params: number of the former.
-        velocities: number of those of them that are the velocity of the others, which come after all of it.
+        velocities: number of velocities among these, which come first: one for each parameter, or none.
         origin: the node that began the training.
         training: its identity.
         is_sharded: whether parameters have owners.
