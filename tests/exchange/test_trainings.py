@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -226,6 +228,27 @@ def test_two_nodes_with_one_id_do_not_begin_together() -> None:
     assert "started later" in trainers[0].error
     assert not trainers[1].error
     assert not trainers[2].error
+
+
+def test_a_line_on_the_terminal_shows_a_wait_for_others_and_goes_with_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("rich", reason="rich is not installed")
+    terminal = io.StringIO()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with cluster(1) as world:
+        first, second = world.node(0), world.node(1)
+        first.names = {0: "rank 0", 1: "rank 1"}
+        shares = [exchange(first), exchange(second)]
+        world.start(first, lambda: shares[0].join(np.zeros(NUMEL, np.float32)))
+        world.run(until=lambda: world.now_s > 10.0)
+        assert "preparing: rank 1 (127.0.0.1:1001), after 10 s" in terminal.getvalue()
+        assert sys.stderr is not terminal  # what is written goes above the line
+        world.start(second, lambda: shares[1].join(np.zeros(NUMEL, np.float32)))
+        world.run()
+        assert sys.stderr is terminal
 
 
 def test_a_node_that_ends_before_the_start_is_named_by_those_that_wait(

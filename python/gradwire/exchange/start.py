@@ -142,31 +142,33 @@ class Start:
         membership.restart_at(self._replica.step)
         deadline_s = clock.now_s() + timeout_s
         self._tells_at_s = clock.now_s() + _COMPLETE_S
-        self._wait = None
-        seeds = len(self._router.node.seeds)
-        if self._former_members is None and expected:
-            self._wait_for_connections(expected, timeout_s)
-        elif self._former_members is None and seeds:
-            # It may begin alone, but not a second training while nodes that it knows go on with the first. A peer that
-            # is as new as this node says nothing of the others.
-            with suppress(TimeoutError):
-                self._router.node.wait_for_peers(seeds, _SEEDS_S, self._sees_training)
-        poll_s = 0.0
-        while membership.phase is Phase.NEW:
-            self._poll(poll_s)
-            poll_s = clock.POLL_S
-            expected = self._still_expected(initially)
-            self._try_to_start(expected)
-            if membership.phase is not Phase.NEW:
-                return
-            awaited = self._describe_awaited(expected)
-            obstacle = self._note_view(awaited)
-            if clock.now_s() >= deadline_s:
-                misfits = self._introductions.describe_incompatible()
-                causes = filter(None, [awaited, misfits, obstacle or _LATE_REMEDY])
-                raise TimeoutError(
-                    f"the training has not begun within {timeout_s:g} s: {'; '.join(causes)}"
-                )
+        try:
+            seeds = len(self._router.node.seeds)
+            if self._former_members is None and expected:
+                self._wait_for_connections(expected, timeout_s)
+            elif self._former_members is None and seeds:
+                # It may begin alone, but not a second training while nodes that it knows go on with the first. A peer
+                # that is as new as this node says nothing of the others.
+                with suppress(TimeoutError):
+                    self._router.node.wait_for_peers(seeds, _SEEDS_S, self._sees_training)
+            poll_s = 0.0
+            while membership.phase is Phase.NEW:
+                self._poll(poll_s)
+                poll_s = clock.POLL_S
+                expected = self._still_expected(initially)
+                self._try_to_start(expected)
+                if membership.phase is not Phase.NEW:
+                    return
+                awaited = self._describe_awaited(expected)
+                obstacle = self._note_view(awaited)
+                if clock.now_s() >= deadline_s:
+                    misfits = self._introductions.describe_incompatible()
+                    causes = filter(None, [awaited, misfits, obstacle or _LATE_REMEDY])
+                    raise TimeoutError(
+                        f"the training has not begun within {timeout_s:g} s: {'; '.join(causes)}"
+                    )
+        finally:
+            self._wait = None
 
     def _wait_for_connections(self, expected: int, timeout_s: float) -> None:
         """Wait for so many peers, or for a training that has begun: then no other node is needed."""
