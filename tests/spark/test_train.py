@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -567,6 +568,30 @@ def test_a_worker_whose_file_system_hangs_has_the_time_that_a_worker_has(
     job = local_job(checkpoints=Checkpoints(f"{tmp_path}/fit", None, 1000))
     LocalWorker(job, Stage(0), Watched()).run(iter([rows_of(4)]))  # type: ignore[arg-type]
     assert calls == [("read", True), ("write", True), ("finish", True)]
+
+
+def test_workers_that_have_read_different_checkpoints_read_again(tmp_path: Path) -> None:
+    whole = numbers_drawn(0, epochs=3)
+    numbers_drawn(0, epochs=1, folder=f"{tmp_path}/fit")
+    numbers_drawn(0, epochs=2, folder=f"{tmp_path}/later")
+
+    class Race(Stage):
+        """Another worker has read what an earlier attempt wrote after this one had read."""
+
+        def allGather(self, text: str) -> list[str]:  # noqa: N802
+            answers = [text]
+            value = json.loads(text)["value"]
+            if value and isinstance(value[-1], dict) and value[-1].get("epoch") == 1:
+                shutil.copytree(tmp_path / "later", tmp_path / "fit", dirs_exist_ok=True)
+                other = [*value[:-1], {**value[-1], "epoch": 2}]
+                answers.append(json.dumps({"value": other}))
+            return answers
+
+    drawn: list[float] = []
+    checkpoints = Checkpoints(f"{tmp_path}/fit", None, 1000)
+    job = local_job(drawn, epochs=3, checkpoints=checkpoints)
+    LocalWorker(job, Race(0), Unwatched()).run(iter([rows_of(12)]))  # type: ignore[arg-type]
+    assert drawn == whole[6:]
 
 
 def test_what_the_model_raises_is_told_with_its_type() -> None:

@@ -599,11 +599,13 @@ class Worker(ModelReplica):
     def run(self, batches: Iterator[pa.RecordBatch]) -> list[tuple[str, bytes]]:
         """Train; return the history and the model, from one worker only."""
         training, held = spill(self.watched(batches), f"worker {self.rank}", self.job.columns)
-        with self.watch.busy():
-            position, state = self.job.checkpoints.read(
-                self.rank, self.workers, self.leads, is_warm=self.job.is_warm
-            )
-        steps, names = self.agree(training, held)
+        names: list[str] = []
+        while not names:
+            with self.watch.busy():
+                position, state = self.job.checkpoints.read(
+                    self.rank, self.workers, self.leads, is_warm=self.job.is_warm
+                )
+            steps, names = self.agree(training, held, position)
         with contextlib.ExitStack() as stack:
             self.connect(stack, names)
             self.longest_wait_s = self.job.training.timeout_s
@@ -627,14 +629,19 @@ class Worker(ModelReplica):
                 return
             yield batch
 
-    def agree(self, training: Spill, held: Spill) -> tuple[int, list[str]]:
-        """Return the number of steps per epoch, the same for all workers, and a name of each for its team."""
+    def agree(self, training: Spill, held: Spill, position: Position) -> tuple[int, list[str]]:
+        """Return the number of steps per epoch, the same for all workers, and a name of each for its team.
+
+        There are no names if the workers have read different checkpoints, as where the first one of an earlier attempt
+        ended its checkpoint in between.
+        """
         # Of the features and of the labels: 0 for single numbers.
         widths = [
             sum(training.arrays[role].shape[1:]) for role in (FEATURES, LABEL) if training.rows
         ]
         # Another attempt of the stage may still hold the memory of a team, so every attempt has another name.
-        answers = self.gather([training.rows, held.rows, secrets.token_hex(12), *widths])
+        name = secrets.token_hex(12)
+        answers = self.gather([training.rows, held.rows, name, *widths, asdict(position)])
         rows = sum(answer[0] for answer in answers)
         if not rows:
             raise ValueError("there are no rows to train on")
@@ -647,7 +654,8 @@ class Worker(ModelReplica):
         if self.job.patience and not any(answer[1] for answer in answers):
             raise ValueError("patience needs rows for validation, and there are none")
         steps = math.ceil(rows / (self.workers * self.job.batch_size))
-        return steps, [f"spark-{answer[2]}" for answer in answers]
+        is_same = all(answer[-1] == answers[0][-1] for answer in answers)
+        return steps, [f"spark-{answer[2]}" for answer in answers if is_same]
 
     def connect(self, stack: contextlib.ExitStack, names: list[str]) -> None:
         """Connect the nodes, one per team, and create the exchange over them."""
