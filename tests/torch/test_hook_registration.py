@@ -37,12 +37,15 @@ def refused(rank: int, kind: str, options: dict[str, Any]) -> str:
     model = Linear()
     optimizer = {
         "none": lambda: None,
+        "own policy": lambda: None,
         "momentum": lambda: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
         "AdamW": lambda: torch.optim.AdamW(model.parameters()),
     }[kind]()
     own = {
         name: value[rank] if isinstance(value, list) else value for name, value in options.items()
     }
+    if kind == "own policy":
+        own["threshold"] = OwnPolicy()
     try:
         state = register_threshold_hook(DistributedDataParallel(model), optimizer=optimizer, **own)
     except ValueError as error:
@@ -127,7 +130,7 @@ def test_a_training_that_has_gone_nan_says_so_once(two_ranks: Ranks) -> None:
     ("kind", "options", "match"),
     [
         ("none", {}, "threshold None"),
-        ("none", {"threshold": OwnPolicy()}, "threshold <"),
+        ("own policy", {}, "threshold <"),
         ("momentum", {}, "threshold None"),
         ("none", {"warmup_steps": [1, 2]}, "warmup_steps is 1 on rank 0, 2 on rank 1"),
         ("momentum", {"momentum": 0.9}, "momentum 0.9 and the hook 0.9"),
