@@ -414,12 +414,12 @@ def plot(job: Job, path: Path, *, has_default_density: bool = False) -> None:
     Raises:
         ValueError: matplotlib is missing, or has no format of this name, or the path is a folder's.
     """
+    if path.is_dir():  # matplotlib would write a file of another name beside it
+        raise ValueError(f"--plot {path} is a folder: name a file, such as {path / 'speed.png'}")
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise ValueError('--plot needs matplotlib: pip install "gradwire[demo]"') from None
-    if path.is_dir():  # matplotlib would write a file of another name beside it
-        raise ValueError(f"--plot {path} is a folder: name a file, such as {path / 'speed.png'}")
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     low, high = PLOT_DECADES
