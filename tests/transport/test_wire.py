@@ -157,6 +157,12 @@ def test_a_run_of_neighbouring_fragments_ends_with_the_record(
     assert wire.run_length(memoryview(batch), 0, segment_bytes, first, most) == count
 
 
+def test_a_frame_of_too_many_members_is_refused() -> None:
+    frame = bytes([9, 33]) + 33 * b"\1x"
+    with pytest.raises(wire.WireError, match="33 members in one frame, at most 32"):
+        wire.decode_frames(frame)
+
+
 def test_a_frame_of_members_with_the_longest_addresses_fits_a_datagram() -> None:
     longest = wire.Members(("x" * ADVERTISED_BYTES_MAX,) * MEMBERS_PER_FRAME)
     assert len(wire.encode_frame(longest)) <= wire.CONTROL_PLAINTEXT_MAX

@@ -46,8 +46,7 @@ class Discovery:
 
     def seeds(self, seen: Set[Address] = frozenset(), ids: Set[int] = frozenset()) -> list[Address]:
         """Return the caller's addresses, without those of the peers seen."""
-        missing = self._unconnected(seen, ids)
-        return [seed.address for seed in missing if not seed.is_learned]
+        return [seed.address for seed in self._unconnected(seen, ids) if not seed.is_learned]
 
     def due(self, now_s: float, connected: Set[Address], node_ids: Set[int]) -> list[Address]:
         """Return the addresses to start a handshake with now, and set ``due_at_s``; infinity if never."""

@@ -377,10 +377,9 @@ class Endpoint:
 
     def window_records(self) -> int:
         """Return how many records each peer may send beyond the consumed ones."""
-        cutoff_s = self.polled_at_s - ACTIVE_S
         sessions = self.sessions.by_index.values()
         receivers = [each.receiver for each in sessions if each.receiver is not None]
-        active = sum(receiver.last_arrival_s > cutoff_s for receiver in receivers)
+        active = sum(each.last_arrival_s > self.polled_at_s - ACTIVE_S for each in receivers)
         window = self.limits.window_bytes // wire.RECORD_BYTES_MAX // max(1, active)
         return max(CREDIT_FLOOR_RECORDS, window)
 

@@ -201,8 +201,7 @@ class Node(NotCopied, instead="make a node in every process that has one"):
             names = [each for each in self._named.items() if each[1] in self._endpoint.unanswered()]
         for name, before in names:
             with suppress(ValueError):  # nobody has the name now
-                addresses = resolve_all(name, like=self._driver.address)
-                if before not in addresses:
+                if before not in (addresses := resolve_all(name, like=self._driver.address)):
                     with self._lock:
                         self._endpoint.discovery.by_address.pop(before, None)
                         self._connect(name, addresses)

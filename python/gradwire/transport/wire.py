@@ -34,6 +34,7 @@ INTRODUCTION_BYTES: Final = INIT_BYTES - HEADER_BYTES - 32 - TAG_BYTES - MAC1_BY
 CONTROL_PLAINTEXT_MAX: Final = 1_200 - HEADER_BYTES - TAG_BYTES
 ACK_WINDOW_RECORDS: Final = 1_024  # records that the bitmap of one ACK can describe
 ACK_PARTIALS_MAX: Final = 90
+MEMBERS_MAX: Final = 32
 _FRAGMENT_INDICES: Final = bytes(range(256))
 
 
@@ -186,7 +187,9 @@ def _decode_frame(kind: int, data: BytesIO) -> Frame:
     if kind == _ACK_TYPE:
         return _decode_ack(data)
     if kind == _MEMBERS_TYPE:
-        return Members(tuple(_decode_text(data) for _ in range(_read(data, 1)[0])))
+        if (count := _read(data, 1)[0]) > MEMBERS_MAX:
+            raise WireError(f"{count} members in one frame, at most {MEMBERS_MAX} are allowed")
+        return Members(tuple(_decode_text(data) for _ in range(count)))
     if kind not in _FIXED_SIZE:
         raise WireError(f"unknown control frame type {kind}")
     make, layout = _FIXED_SIZE[kind]
