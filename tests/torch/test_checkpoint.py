@@ -192,7 +192,8 @@ def test_local_steps_before_a_checkpoint_count_in_the_agreement(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_bits_that_differ_are_restored(dtype: Any) -> None:
+def test_bits_that_differ_are_restored(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "_SLICE", 64)
     torch.manual_seed(0)
     base = torch.randn(1001).to(dtype)
     near = torch.nextafter(base, torch.full_like(base, torch.inf))
@@ -214,6 +215,13 @@ def test_bits_that_differ_are_restored(dtype: Any) -> None:
     assert codes.nbytes == 251
     assert steps.nbytes < 150
     assert others.numel() < 150
+    for damaged in (
+        (codes[1:], steps, others),
+        (codes, steps[1:], others),
+        (codes, steps, others[1:]),
+    ):
+        with pytest.raises(IndexError, match="1001 elements"):
+            checkpoint._unpack(damaged, base.clone())
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

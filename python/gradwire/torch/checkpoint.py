@@ -47,6 +47,11 @@ KEY = "gradwire"
 # Integers as wide as a tensor's elements, to compare bits.
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
+# Elements whose bits are compared at once: a multiple of four, and few enough for a processor's cache.
+_SLICE = 1 << 15
+# The four codes in each byte.
+_CODES = (np.arange(256, dtype=np.uint8)[:, None] >> np.array([0, 2, 4, 6], np.uint8)) & 3
+
 # Torch's functions for distributed checkpoints. Hooks, schedulers and profilers may stand between them and the
 # optimiser's methods, though not many.
 _DCP = "torch.distributed.checkpoint.state_dict"
@@ -296,37 +301,66 @@ def _pack(values: torch.Tensor, base: torch.Tensor | None) -> Any:
     """
     if base is None:
         return values
-    dtype = _BITS[values.element_size()]
-    difference = values.reshape(-1).view(dtype) - base.reshape(-1).view(dtype)
-    if not difference.any():
+    kind = _BITS[values.element_size()]
+    bits, base_bits = (tensor.reshape(-1).view(kind).numpy() for tensor in (values, base))
+    packed = np.zeros(-(-bits.size // 4), np.uint8)
+    steps = [np.empty(0, np.int8)]
+    far = [np.empty(0, bits.dtype)]
+    # In slices, because new memory for the differences of a whole tensor would take most of the time.
+    for begin in range(0, bits.size, _SLICE):
+        part = bits[begin : begin + _SLICE]
+        difference = part - base_bits[begin : begin + _SLICE]
+        codes = difference.astype(np.uint8) & 3
+        codes ^= codes >> 1  # -1 becomes 2
+        is_other = (difference + 1).view(f"u{difference.itemsize}") > 2
+        if is_other.any():
+            codes[is_other] = 3
+            others = difference[is_other]
+            is_far = (others < -127) | (others > 127)
+            steps.append(np.where(is_far, -128, others).astype(np.int8))
+            far.append(part[is_other][is_far])
+        # Four codes are the bytes of a word, and move together.
+        words = np.pad(codes, (0, -codes.size % 4)).view("<u4")
+        words |= words >> 6
+        packed[begin // 4 : begin // 4 + words.size] = words | words >> 12
+    if not packed.any():
         return None
-    is_other = (difference != 0) & (difference != 1) & (difference != -1)
-    if int(is_other.sum()) > values.numel() // 2:
+    if sum(map(len, steps)) > bits.size // 2:
         return values
-    codes = torch.where(is_other, 3, difference % 3).to(torch.uint8)  # -1 becomes 2
-    codes = torch.nn.functional.pad(codes, (0, -codes.numel() % 4)).reshape(-1, 4)
-    packed = codes[:, 0] | codes[:, 1] << 2 | codes[:, 2] << 4 | codes[:, 3] << 6
-    steps = difference[is_other]
-    is_far = (steps < -127) | (steps > 127)
-    steps = torch.where(is_far, -128, steps).to(torch.int8)
-    return packed, steps, values.reshape(-1)[is_other][is_far]
+    far_values = torch.from_numpy(np.concatenate(far)).view(values.dtype)
+    return torch.from_numpy(packed), torch.from_numpy(np.concatenate(steps)), far_values
 
 
 def _unpack(packed: Any, base: torch.Tensor) -> torch.Tensor:
-    """Return the values that ``_pack`` was given; ``base`` is as there, and may be modified."""
+    """Return the values that ``_pack`` was given; ``base`` is as there, and may be modified.
+
+    Raises:
+        IndexError: what is packed is of another number of elements.
+    """
     if packed is None:
         return base
     if torch.is_tensor(packed):
         whole: torch.Tensor = packed.cpu()
         return whole
-    quarters, steps, far = (tensor.cpu() for tensor in packed)
-    codes = torch.stack([quarters >> shift & 3 for shift in (0, 2, 4, 6)], 1).reshape(-1)
-    codes = codes[: base.numel()]
-    bits = base.view(-1).view(_BITS[base.element_size()])
-    bits += (codes == 1).to(bits.dtype) - (codes == 2).to(bits.dtype)
-    (places,) = torch.where(codes == 3)
-    bits[places] += steps.to(bits.dtype)
-    base.view(-1)[places[steps == -128]] = far
+    quarters, steps, far_values = (tensor.cpu() for tensor in packed)
+    bits = base.view(-1).view(_BITS[base.element_size()]).numpy()
+    far = far_values.view(_BITS[base.element_size()]).numpy()
+    quarters, steps = quarters.numpy(), steps.numpy()
+    counts = len(quarters), len(steps), len(far)
+    marked = int((_CODES == 3).sum(1)[quarters].sum())
+    needed = -(-bits.size // 4), marked, int((steps == -128).sum())
+    if counts != needed:
+        raise IndexError(f"{counts} values of {bits.size} elements, where {needed} are needed")
+    moves = np.array([0, 1, -1, 0], bits.dtype)
+    for begin in range(0, bits.size, _SLICE):
+        part = bits[begin : begin + _SLICE]
+        codes = _CODES[quarters[begin // 4 : (begin + _SLICE) // 4]].reshape(-1)[: part.size]
+        part += moves[codes]
+        (places,) = np.nonzero(codes == 3)
+        others, steps = np.split(steps, [places.size])
+        part[places] += others
+        far_places = places[others == -128]
+        part[far_places], far = np.split(far, [far_places.size])
     return base
 
 
