@@ -146,6 +146,15 @@ def test_a_value_error_of_the_script_shows_where_it_comes_from(tmp_path: Path) -
     assert "[0] ValueError: invalid literal for int()" in done.stderr
 
 
+def test_options_that_share_refuses_end_the_comparison_before_the_trainings_with_all_reduce(
+    tmp_path: Path,
+) -> None:
+    done = compared(tmp_path, options=', density={"nothing*": 0.5}')
+    assert done.returncode == 1
+    assert done.stdout == f"gradwire: {STEPS} steps ...\n"
+    assert "nothing* matches no parameter" in done.stderr
+
+
 def test_an_interrupted_comparison_is_no_failed_training(tmp_path: Path) -> None:
     # A terminal interrupts the processes, too.
     done = run(tmp_path, "raise KeyboardInterrupt", "compare", "-n", "2")
@@ -157,7 +166,7 @@ def test_an_interrupted_comparison_is_no_failed_training(tmp_path: Path) -> None
 def test_a_script_that_fails_shows_its_own_error(tmp_path: Path) -> None:
     done = compared(tmp_path, more="undefined")
     assert done.returncode == 1
-    assert done.stderr.startswith("gradwire compare: the training with all-reduce failed")
+    assert done.stderr.startswith("gradwire compare: the training with gradwire failed")
     assert "NameError: name 'undefined'" in done.stderr
     assert "SIGABRT" not in done.stderr
 

@@ -35,8 +35,8 @@ def add_parser(commands: Any) -> None:
         "compare",
         help="train a script with plain all-reduce and with gradwire, and compare",
         description="Train your script, which calls gradwire.torch.share, three times from the same parameters and "
-        "seeds: with plain all-reduce, with all-reduce and other seeds (what chance does to the loss), and with "
-        "gradwire. Ends with seconds, bytes, memory, losses and a verdict. With -n the processes are this machine's, "
+        "seeds: with gradwire, with plain all-reduce, and with all-reduce and other seeds (what chance does to the "
+        "loss). Ends with seconds, bytes, memory, losses and a verdict. With -n the processes are this machine's, "
         "each behind a link of its own; under torchrun or another launcher the processes and links are the real ones. "
         "Its own arguments come after the script.",
     )
@@ -72,8 +72,9 @@ def run(arguments: argparse.Namespace) -> int:
             TemporaryDirectory() as folder,
             _places(arguments, ranks) as (places, link, description),
         ):
-            curves = []
-            for number, kind in enumerate(KINDS, 1):
+            curves = {}
+            # gradwire comes first: what it refuses, such as a wrong option of share, ends the command at once.
+            for number, kind in enumerate((KINDS[2], *KINDS[:2]), 1):
                 if not arguments.json and (arguments.workers or not Place.from_env().rank):
                     print(f"{kind}: {arguments.steps} steps ...", flush=True)
                 result = Path(folder) / kind
@@ -83,10 +84,10 @@ def run(arguments: argparse.Namespace) -> int:
                     arguments, places, task, link if kind != KINDS[1] else [Link()] * len(link)
                 )
                 if result.exists():
-                    curves.append(Curve(**json.loads(result.read_text())))
+                    curves[kind] = Curve(**json.loads(result.read_text()))
         if not curves:
             return 0  # of another rank
-        comparison = Comparison(ranks, description, *curves)
+        comparison = Comparison(ranks, description, *(curves[kind] for kind in KINDS))
         comparison.check()
         if arguments.plot:
             _draw(comparison, arguments.plot)
