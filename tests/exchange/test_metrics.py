@@ -172,6 +172,7 @@ def test_a_listener_logs_every_so_many_steps(
     assert seen == [1 + 2 * number for number in range(7)]
     found = [text.split(":")[0] for text in caplog.messages if text.startswith("step ")]
     assert found == ["step 2", "step 5"]
+    assert "; messages of 49 B (in the mesh to each peer), received 0 B a step; " in caplog.text
     for steps, error in ((0, ValueError), (2.5, TypeError), ("a", TypeError)):
         with pytest.raises(error, match="steps must be"):
             log_every(steps)  # type: ignore[arg-type]
