@@ -55,6 +55,22 @@ def test_a_reader_who_has_enough_of_the_output_ends_the_command_quietly() -> Non
     assert done.returncode == 1
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no full device")
+@pytest.mark.parametrize("command", ["info", "secret"])
+def test_a_full_disk_under_the_output_ends_the_command_with_one_line(command: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "gradwire", command],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+    assert done.stderr == "gradwire: the output cannot be written: No space left on device\n"
+    assert done.returncode == 1
+
+
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--version"])

@@ -37,8 +37,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         status = arguments.run(arguments)
         print(end="", flush=True)  # unlike a flush, also where standard output is closed
-    except BrokenPipeError:
-        # The reader of the output has gone (`| head`); Python's flush at exit needs a place for the rest.
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):
+            if _is_writable():
+                raise
+            print(f"gradwire: the output cannot be written: {error.strerror}", file=sys.stderr)
+        # The reader of the output has gone (`| head`), or the disk is full; Python's flush at exit needs a place for
+        # the rest.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return status or 1
     except gradwire.BackendUnavailable as error:  # GRADWIRE_ISA names another machine's
@@ -48,3 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("gradwire: interrupted", file=sys.stderr)
         return 130  # the shell's status for it
     return status
+
+
+def _is_writable() -> bool:
+    """Return whether standard output takes what waits for it; also where it is closed."""
+    try:
+        print(end="", flush=True)
+    except OSError:
+        return False
+    return True
