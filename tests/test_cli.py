@@ -147,6 +147,28 @@ def test_an_interrupted_command_ends_with_one_line_and_the_shell_s_status(
     assert capsys.readouterr().err == "gradwire: interrupted\n"
 
 
+def test_an_interrupted_demo_ends_with_one_line(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-m", "gradwire", "demo", "--workers", "2", "--link", "0"]
+    # A group of its own, all of which gets the signal, as from a terminal.
+    with subprocess.Popen(
+        [*command, "--epochs", "1000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        while "epoch" not in process.stdout.readline():
+            assert process.poll() is None
+        os.killpg(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert err == "gradwire: interrupted\n"
+    assert process.returncode == 130
+
+
 # --- the demo's parts -------------------------------------------------------------------------------------------------
 
 

@@ -75,5 +75,10 @@ def run(arguments: argparse.Namespace) -> int:
         return 1
     dense, sparse = runs
     print("", *report.comparison(dense, sparse), sep="\n")
-    print(f"\npicture: {report.draw(dense, sparse, arguments.report)}")
+    try:
+        picture = report.draw(dense, sparse, arguments.report)
+    except OSError as error:
+        print(f"gradwire demo: the picture cannot be written: {error}", file=sys.stderr)
+        return 1
+    print(f"\npicture: {picture}")
     return 0

@@ -6,9 +6,11 @@ import hashlib
 import logging
 import multiprocessing
 import secrets
+import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -40,7 +42,14 @@ class _Worker:
             name=f"worker {rank}",
             daemon=True,
         )
-        self._process.start()
+        # A terminal interrupts the workers, too: the parent ends them, in one line instead of a traceback for each.
+        # A process inherits which signals wait; the tracker, where it begins here, would let them through again.
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         theirs.close()
         stack.callback(self._end)
 
