@@ -122,6 +122,21 @@ def test_all_but_one_of_two_nodes_that_cannot_reach_each_other_go_on(
         assert_identical(others)
 
 
+@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize("way", ["mesh", "sharded"])
+def test_a_node_that_never_comes_in_does_not_go_on_alone_when_the_others_have_finished(
+    way: str, seed: int
+) -> None:
+    how = {"timeout_s": 100.0, "start_timeout_s": 20.0, **WAYS[way]}
+    with cluster(seed) as world:
+        trainers = [trainer(world, node_id, 2, how) for node_id in (10, 20, 30)]
+        block(world, trainers[1].node, trainers[2].node)
+        for each in trainers:
+            each.leaves_after = STEPS // 2
+        with pytest.raises(TimeoutError, match=r"from 0 members.*finished"):
+            world.run()
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_node_comes_in_as_soon_as_it_reaches_the_other(way: str) -> None:
     with cluster(1) as world:

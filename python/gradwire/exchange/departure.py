@@ -653,7 +653,7 @@ class Trainings:
         self._unseen: dict[NodeRun, int] = {}  # number of looks in which other members had them
         self._looks_at_s = 0.0
         self._joins_from_s = 0.0
-        self._is_heir = False
+        self._inherited_from: frozenset[NodeRun] = frozenset()
         self._introductions.set_judge(self._difference)
         departure.set_on_return(self.handle_unknown)
 
@@ -687,7 +687,7 @@ class Trainings:
         )
         return self._lasts(
             first == membership.run
-            and (bool(waiting) or (self._is_heir and membership.run not in workers))
+            and (bool(waiting) or (self._is_heir() and membership.run not in workers))
             and not members
             # Others may see a member that this node does not see, which stands still or has yet to connect.
             and not any(hello.members for hello in waiting)
@@ -776,12 +776,18 @@ class Trainings:
     def begin_to_join(self) -> None:
         """Forget what this node has told of members that it sees, and whether it had what members had."""
         self._told = None
-        self._is_heir = False
+        self._inherited_from = frozenset()
 
     def inherit(self, members: Iterable[NodeRun]) -> None:
-        """Note that this node, no member yet, had what these members had: if they have died, it may go on alone."""
+        """Note that this node, no member yet, had what these members had: if they die, it may go on alone."""
+        self._inherited_from = frozenset(members)
+
+    def _is_heir(self) -> bool:
+        # A member that has finished, or dropped this node, has gone on without it: what they had then is not the end of
+        # the training.
+        members = self._inherited_from
         ended = self._introductions.has_finished, self._introductions.has_dropped
-        self._is_heir = not any(has_ended(run) for run in members for has_ended in ended)
+        return bool(members) and not any(has_ended(run) for run in members for has_ended in ended)
 
     def tell_members(self) -> None:
         """Tell nodes that look for a member whenever this node, no member itself, sees other members than before."""
