@@ -166,6 +166,35 @@ def test_a_start_with_other_parameters_lasts_as_long_as_they_travel(
     assert any("of 4.0 MB from" in text for text in caplog.messages)
 
 
+@pytest.mark.parametrize("is_late", [False, True], ids=["start", "late"])
+def test_who_gets_no_part_of_the_parameters_learns_that_a_link_may_drop_large_datagrams(
+    stack: ExitStack, is_late: bool
+) -> None:
+    first = node_of(stack, 1)
+    path = stack.enter_context(Proxy(first.address, Trouble(datagram_bytes_max=1_100)))
+    pool = stack.enter_context(ThreadPoolExecutor(1))
+    has_begun, is_over = threading.Event(), threading.Event()
+    stack.callback(is_over.set)
+
+    def train() -> None:
+        share = exchange_of(first, min_peers=0 if is_late else 1)
+        params = np.zeros(NUMEL, np.float32)
+        share.join(params, equalize=not is_late)
+        while not is_over.wait(0.05):
+            share.step(update(1, share.next_step), params)
+            has_begun.set()
+
+    training = pool.submit(train)
+    assert not is_late or has_begun.wait(10.0)
+    other = node_of(stack, 2, path.address)
+    share = exchange_of(other)
+    with pytest.raises(TimeoutError, match="a link drops datagrams of 1200 bytes"):
+        share.join(np.ones(NUMEL, np.float32), equalize=not is_late)
+    other.close(timeout_s=0.0)
+    is_over.set()
+    training.result(60)
+
+
 def test_equal_parameters_do_not_travel(stack: ExitStack) -> None:
     first = node_of(stack, 1)
     other = node_of(stack, 2, first.address)

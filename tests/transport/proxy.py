@@ -40,6 +40,7 @@ class Trouble:
         delay_s: one-way delay.
         rate_bytes_per_s: rate of the path, 0 for no bound; datagrams that do not fit the queue are lost.
         queue_bytes: size of the queue.
+        datagram_bytes_max: larger datagrams are lost.
         loss: probability of loss.
         reorder: probability of being held back by up to 10 ms.
         duplicate: probability of arriving twice, the second time up to 10 ms later.
@@ -53,6 +54,7 @@ class Trouble:
     delay_s: float = 0.0
     rate_bytes_per_s: float = 0.0
     queue_bytes: int = 500_000
+    datagram_bytes_max: int = 65_535
     loss: float = 0.0
     reorder: float = 0.0
     duplicate: float = 0.0
@@ -116,7 +118,7 @@ class Direction:
     def carry(self, datagram: bytes, now_s: float) -> Iterator[tuple[float, bytes]]:
         """Yield (time, bytes) of each datagram that leaves the path."""
         trouble = self._trouble
-        if self._happens("loss", trouble.loss):
+        if len(datagram) > trouble.datagram_bytes_max or self._happens("loss", trouble.loss):
             self._counts[f"lost_{self._name}"] += 1
             return
         at_s = now_s

@@ -16,6 +16,7 @@ from .. import clock
 from ..arrays import Arrays, copies, layouts, on_host
 from ..errors import Mismatch
 from ..message import Message
+from ..slices import datagram_hint
 from .departure import Departure, Trainings, deliver
 from .membership import Membership, Router
 from .notes import Notes
@@ -170,7 +171,7 @@ class Join:
             if wait.is_over:
                 raise TimeoutError(
                     f"nothing of the initial parameters of {self._introductions.name_of(first)} has moved for "
-                    f"{wait.silence_s:g} s; {wait.progress}"
+                    f"{wait.silence_s:g} s; {wait.progress}; {datagram_hint(self._router.node)}"
                 )
             self.poll(clock.POLL_S)
 
@@ -325,8 +326,11 @@ class Join:
             _check_kept_updates(membership, self._recipient)
             if wait.is_over:
                 came = self._recipient.progress
-                slow = f"of a snapshot {came} have come: is the link too slow beside the members' updates?"
-                reason = obstacle or (came and slow) or introductions.describe_departed()
+                if came and self._recipient.arrived_bytes:
+                    came = f"of a snapshot {came} have come: is the link too slow beside the members' updates?"
+                elif hellos and self._recipient.is_asked:
+                    came = f"no part of a snapshot has come; {datagram_hint(self._router.node)}"
+                reason = obstacle or came or introductions.describe_departed()
                 raise TimeoutError(
                     f"this node did not come in within {wait.silence_s:g} s of the last progress, from {len(hellos)} "
                     f"members that it sees; {reason or 'nobody has gone'}"
