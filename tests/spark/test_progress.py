@@ -138,7 +138,9 @@ def test_a_failed_attempt_is_logged_and_the_last_one_is_the_error(
     )
 
 
-def test_processes_that_die_without_a_word_are_counted_too(make_driver: Any) -> None:
+def test_processes_that_die_without_a_word_are_counted_and_told_once_per_attempt(
+    make_driver: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     driver = make_driver(retries=1)
     for first_task in (0, 2, 4):
         assert not driver.cancelled.is_set()
@@ -146,6 +148,23 @@ def test_processes_that_die_without_a_word_are_counted_too(make_driver: Any) -> 
             pass
     assert driver.cancelled.wait(WAIT_S)
     assert "was killed, or crashed" in driver.progress.failure[0]
+    lines = [record.getMessage() for record in caplog.records if "attempt" in record.getMessage()]
+    assert len(lines) == 1
+    assert lines[0].startswith("attempt 1 of 2: a worker's process ended without an error")
+
+
+def test_an_attempt_that_said_why_it_failed_is_told_once(
+    make_driver: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = make_driver(retries=2)
+    with driver.attempt(0) as (watch, _):
+        fail(watch, "TimeoutError: no message")
+        wait_for_log(caplog, "attempt 1 of 3")
+    with driver.attempt(2):
+        pass
+    with driver.attempt(4):
+        wait_for_log(caplog, "attempt 2 of 3: a worker's process")
+    assert caplog.text.count("training begins again") == 2
 
 
 def test_workers_that_do_not_come_where_all_meet_are_named(

@@ -32,6 +32,7 @@ _MARGIN_S: Final = 5.0
 # Workers that know of an error tell each other, and end. When a job is cancelled, Spark 4 ends every executor with a
 # task that waits for the others, so it is cancelled only if the workers have not ended after that.
 _END_S: Final = FAILURE_S + 1.0
+_DIED: Final = "a worker's process ended without an error: it was killed, or crashed"
 
 
 class Progress:
@@ -76,6 +77,7 @@ class Progress:
         self._waits: dict[int, int] = {}  # by worker: the waits for all others that it has begun
         self._hosts: dict[int, str] = {}
         self._last = "", ""
+        self._reported_failures = 0  # the attempts of which a warning says why they failed
         self._cancel_at_s = math.inf
         self._epochs: dict[int, dict[int, Any]] = {}
         self._reported = -1
@@ -123,11 +125,12 @@ class Progress:
             self._hosts[worker] = host_of(event.peer.address)
             tasks = self._tasks.setdefault(worker, [])
             if task not in tasks:
+                if self.failure is None and self._reported_failures < len(tasks) <= self._retries:
+                    self._warn(len(tasks), _DIED)
                 tasks.append(task)
                 self._waits.pop(worker, None)
             if len(tasks) > self._retries + 1:
-                reason = "a worker's process ended without an error: it was killed, or crashed"
-                self._end(self._last[0] or reason, self._last[1])
+                self._end(self._last[0] or _DIED, self._last[1])
         elif (
             event.reason == "timeout"
             and task > self._failed_task
@@ -182,13 +185,18 @@ class Progress:
             self._end(text, trace, delay_s)
             return False
         self._failed_task = max(map(max, self._tasks.values()), default=-1)
+        self._warn(attempts, text)
+        return True
+
+    def _warn(self, attempts: int, text: str) -> None:
+        """Log why the latest of so many attempts failed."""
+        self._reported_failures = attempts
         _LOG.warning(
             "attempt %d of %d: %s; training begins again at the last checkpoint",
             attempts,
             self._retries + 1,
             text,
         )
-        return True
 
     def _end(self, text: str, trace: str, delay_s: float = 0.0) -> None:
         """Let the training end with an error; cancel Spark's job if it has not ended after the delay."""
