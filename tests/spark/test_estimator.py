@@ -692,6 +692,7 @@ def test_wrong_columns_and_options_are_refused_before_anything_is_started(rows: 
         ({"features_col": "label"}, TypeError, "column 'label', for features, has type int"),
         ({"label_col": None}, TypeError, "label_col is None, must name a column"),
         ({"features_col": None}, TypeError, "features_col is None, must name a column"),
+        ({"features_col": []}, TypeError, r"features_col is \[\], must name a column"),
         ({"label_col": "missing"}, ValueError, "there is no column 'missing' for label"),
         ({"features_col": ["features"]}, TypeError, "must be a number"),
         ({"features_col": "nested"}, TypeError, r"or a vector \(flatten\(...\) makes one of it"),
@@ -705,6 +706,17 @@ def test_wrong_columns_and_options_are_refused_before_anything_is_started(rows: 
         ({"limits": 3}, TypeError, "limits is 3, must be gradwire.transport.Limits"),
         ({"model": None}, TypeError, "model is of type NoneType, must be a function"),
         ({"loss": torch.nn.MSELoss()}, TypeError, "loss is of type MSELoss, must be a function"),
+        (
+            {"loss": torch.nn.functional.cross_entropy},
+            TypeError,
+            r"loss is a function of \(input: .*missing .* 'input'.*such as loss=lambda: \.\.\.",
+        ),
+        ({"model": torch.nn.Linear}, TypeError, r"model is a function of \(in_features: int"),
+        (
+            {"optimizer": lambda: None},
+            TypeError,
+            r"optimizer is a function of \(\) .*such as optimizer=lambda params: \.\.\.",
+        ),
         ({"loss": threading.Lock().acquire}, TypeError, "loss cannot be sent to the workers"),
         ({"training": "shared"}, TypeError, "must be SharedTraining or ParameterAveraging"),
         (
@@ -717,6 +729,12 @@ def test_wrong_columns_and_options_are_refused_before_anything_is_started(rows: 
             make_estimator(**options).fit(rows.selectExpr("*", "array(features) nested"))
     with pytest.raises(TypeError, match="unknown options"):
         make_estimator(worker=3)
+    with pytest.raises(
+        TypeError, match=r"dataset is a builtins\.list, must be a DataFrame of Spark"
+    ):
+        make_estimator().fit([1, 2])
+    with pytest.raises(gw.GradwireError, match="there is no checkpoint in"):
+        make_estimator().fit(rows, resume="")
 
 
 def test_every_option_of_the_estimator_is_declared_and_has_a_default() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import json
 import logging
@@ -222,6 +223,11 @@ class TorchEstimator(Estimator["TorchModel"], Stored):
         return copied
 
     def _fit(self, dataset: DataFrame) -> TorchModel:
+        if not hasattr(dataset, "sparkSession"):
+            kind = f"{type(dataset).__module__}.{type(dataset).__name__}"
+            raise TypeError(
+                f"dataset is a {kind}, must be a DataFrame of Spark, as from spark.createDataFrame(...)"
+            )
         spark = dataset.sparkSession
         workers = self.getOrDefault("num_workers")
         job = self._job(spark)
@@ -252,12 +258,20 @@ class TorchEstimator(Estimator["TorchModel"], Stored):
     def _job(self, spark: SparkSession) -> TrainingJob:
         self.check_code()
         values = {name: self.getOrDefault(name) for name in _ESTIMATOR}
-        for name in ("model", "optimizer", "loss"):
+        for name, arguments in (("model", ""), ("optimizer", "params"), ("loss", "")):
+            call = f"lambda {arguments}".strip()
+            example = f"with which each worker makes its own, such as {name}={call}: ..."
             if not callable(values[name]) or isinstance(values[name], torch.nn.Module):
-                raise TypeError(
-                    f"{name} is of type {type(values[name]).__name__}, must be a function with which each worker makes "
-                    f"its own, such as {name}=lambda: ..."
-                )
+                kind = type(values[name]).__name__
+                raise TypeError(f"{name} is of type {kind}, must be a function {example}")
+            with contextlib.suppress(ValueError):  # a function of C has no signature
+                signature = inspect.signature(values[name])
+                try:
+                    signature.bind(*arguments.split())
+                except TypeError as error:
+                    raise TypeError(
+                        f"{name} is a function of {signature} ({error}), must be one {example}"
+                    ) from None
             try:
                 cloudpickle.dumps(values[name])
             except Exception as error:
@@ -265,8 +279,8 @@ class TorchEstimator(Estimator["TorchModel"], Stored):
                     f"{name} cannot be sent to the workers ({error}): create such objects inside the function"
                 ) from error
         for name in ("features_col", "label_col"):
-            if values[name] is None:
-                raise TypeError(f"{name} is None, must name a column")
+            if not values[name]:  # None, or a list without a name
+                raise TypeError(f"{name} is {values[name]!r}, must name a column")
         for name in ("num_workers", "batch_size", "epochs", "checkpoint_every"):
             whole(name, values[name], least=1)
         for name in ("patience", "retries", "seed"):
@@ -292,7 +306,7 @@ class TorchEstimator(Estimator["TorchModel"], Stored):
             # A folder of its own: two fits with the same parameters do not meet.
             checkpoint = f"{_url_of(checkpoint)}/{self.uid}-{secrets.token_hex(4)}"
             _LOG.info("checkpoints are in %s", checkpoint)
-        resume = _url_of(self._resume) if self._resume else None
+        resume = None if self._resume is None else _url_of(self._resume)
         if values["warm_start"]:
             if checkpoint is None:
                 raise ValueError(
