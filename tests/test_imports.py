@@ -42,6 +42,7 @@ ALLOWED = {
     "arrays": COMPILED | {"errors"},
     "partition": {"state"},
     "slices": {"errors", "transport"},
+    "ulps": set(),
     "agreement": {"arrays"},
     "message": COMPILED | {"arrays", "errors", "partition", "state"},
     "codec": COMPILED | {"arrays", "errors", "message", "partition", "policy", "state"},
@@ -70,8 +71,8 @@ ALLOWED = {
     }
     | {INTERFACE},
     "sharing": CODEC | {"exchange", "rendezvous", "transport"},
-    "jax": {"errors", "exchange", "sharing", "state", "transport"},
-    "torch": CODEC | {"exchange", "rendezvous", "sharing", "torch", "transport", INTERFACE},
+    "jax": {"errors", "exchange", "sharing", "state", "transport", "ulps"},
+    "torch": CODEC | {"exchange", "rendezvous", "sharing", "torch", "transport", "ulps", INTERFACE},
     "hf": {"exchange", "sharing", "torch"},
     "lightning": {"exchange", "rendezvous", "sharing", "torch"},
     "ray": {"cli", "rendezvous"},

@@ -6,13 +6,17 @@ import json
 import logging
 import math
 import reprlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
+from . import ulps
 from .errors import Closed, Mismatch, NonFiniteUpdate, is_failure
+from .exchange.checkpoint import params_of
+from .exchange.exchange import check_state as check_exchange_state
+from .exchange.local import LocalExchange
 from .sharing import Training, check_shapes, check_state, training_for
 from .state import check_flag
 from .transport import Node
@@ -389,11 +393,14 @@ class _SharedUpdates:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this node's parameters, as it has them and as the caller has them, and the exchange's state."""
-        exchange = self._opened().exchange
+        state = self._opened().exchange.state_dict()
+        # Each differs from the one before by rounding, in few elements: what the exchange has, which only the leader of
+        # a team knows, the own ones, and those that the caller has after an addition.
+        bases = params_of(state) if state.get("shared") else [None] * len(self._leaves)
         return {
-            "params": _copies(self._leaves),
-            "returned": _copies(self._expected[0]),  # but for the rounding of an addition the same
-            "exchange": exchange.state_dict(),
+            "params": list(map(_packed, self._leaves, bases)),
+            "returned": list(map(_packed, self._expected[0], self._leaves)),
+            "exchange": state,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> Any:
@@ -406,13 +413,21 @@ class _SharedUpdates:
         check_state(state)
         if "returned" not in state:
             raise ValueError("the state is one of gw.share, not of gradwire.jax.share")
-        check_shapes(state["params"], self._leaves)
-        check_shapes(state["returned"], self._leaves)
-        training.exchange.load_state_dict(state["exchange"])
-        _fill(self._leaves, state["params"])
-        shared = training.exchange.shared(self._leaves)
-        self._expected = [_copies(state["returned"]), shared, *self._expected]
-        return self._given(self._expected[0])
+        saved = state["exchange"]
+        exchange = training.exchange
+        leader = exchange.exchange if isinstance(exchange, LocalExchange) else exchange
+        bases: Iterable[Any] = [None] * len(self._leaves)
+        if leader is not None and "encoders" in saved:
+            check_exchange_state(leader, saved)
+            bases = params_of(saved) if saved["shared"] else bases
+        params = _unpacked(state["params"], bases)
+        check_shapes(params, self._leaves)
+        returned = _unpacked(state["returned"], params)
+        check_shapes(returned, self._leaves)
+        exchange.load_state_dict(saved)
+        _fill(self._leaves, params)
+        self._expected = [returned, exchange.shared(self._leaves), *self._expected]
+        return self._given(returned)
 
     def leave(self) -> Any:
         """Send the rest of this node's updates, and end its part; return the parameters that all share then."""
@@ -750,6 +765,31 @@ def _refuse_tracers(call: str, tree: Any) -> None:
 
 def _copies(arrays: Sequence[Any]) -> list[Any]:
     return [np.array(array, order="C") for array in arrays]
+
+
+def _packed(array: Any, base: Any) -> Any:
+    """Return what turns a copy of ``base`` into a copy of an array, see `ulps.pack`; without one all values."""
+    packed = array if base is None else ulps.pack(array, base)
+    return packed.copy() if packed is array else packed
+
+
+def _unpacked(saved: Sequence[Any], bases: Iterable[Any]) -> list[Any]:
+    """Return the arrays that ``_packed`` was given with these bases.
+
+    Raises:
+        ValueError: they are of other bases.
+    """
+    try:
+        return [
+            ulps.unpack(packed, np.array(base))
+            if isinstance(packed, tuple)
+            else np.array(base if packed is None else packed, order="C")
+            for packed, base in zip(saved, bases, strict=True)
+        ]
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"the state's parameters cannot be read, and nothing was loaded: {error}"
+        ) from error
 
 
 def _fill(leaves: Sequence[Any], values: Sequence[Any]) -> None:

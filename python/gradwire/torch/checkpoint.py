@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from .. import ulps
 from ..exchange.checkpoint import params_of
 from ..exchange.consistency import digest_of
 from ..exchange.exchange import check_state
@@ -44,13 +45,8 @@ Values = tuple[list[np.ndarray[Any, Any]], list[torch.Tensor]]
 # Where it is in an optimiser's state.
 KEY = "gradwire"
 
-# Integers as wide as a tensor's elements, to compare bits.
+# Integers as wide as a tensor's elements.
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-# Elements whose bits are compared at once: a multiple of four, and few enough for a processor's cache.
-_SLICE = 1 << 15
-# The four codes in each byte.
-_CODES = (np.arange(256, dtype=np.uint8)[:, None] >> np.array([0, 2, 4, 6], np.uint8)) & 3
 
 # Torch's functions for distributed checkpoints. Hooks, schedulers and profilers may stand between them and the
 # optimiser's methods, though not many.
@@ -292,76 +288,32 @@ def check_kinds(params: Sequence[Staging]) -> None:
 
 
 def _pack(values: torch.Tensor, base: torch.Tensor | None) -> Any:
-    """Return what turns ``base`` into ``values``, bit for bit.
-
-    Returns:
-        None where they are equal. Where they are nearly so, uint8[numel / 4] with two bits for each element, how many
-        steps of rounding it is away: none, one up, one down, or other; these others' steps as int8, -128 if they are
-        more; and the values of those. Or else all values.
-    """
+    """Return what turns ``base`` into ``values``, see `ulps.pack`, or all values, as tensors."""
     if base is None:
         return values
-    kind = _BITS[values.element_size()]
-    bits, base_bits = (tensor.reshape(-1).view(kind).numpy() for tensor in (values, base))
-    packed = np.zeros(-(-bits.size // 4), np.uint8)
-    steps = [np.empty(0, np.int8)]
-    far = [np.empty(0, bits.dtype)]
-    # In slices, because new memory for the differences of a whole tensor would take most of the time.
-    for begin in range(0, bits.size, _SLICE):
-        part = bits[begin : begin + _SLICE]
-        difference = part - base_bits[begin : begin + _SLICE]
-        codes = difference.astype(np.uint8) & 3
-        codes ^= codes >> 1  # -1 becomes 2
-        is_other = (difference + 1).view(f"u{difference.itemsize}") > 2
-        if is_other.any():
-            codes[is_other] = 3
-            others = difference[is_other]
-            is_far = (others < -127) | (others > 127)
-            steps.append(np.where(is_far, -128, others).astype(np.int8))
-            far.append(part[is_other][is_far])
-        # Four codes are the bytes of a word, and move together.
-        words = np.pad(codes, (0, -codes.size % 4)).view("<u4")
-        words |= words >> 6
-        packed[begin // 4 : begin // 4 + words.size] = words | words >> 12
-    if not packed.any():
-        return None
-    if sum(map(len, steps)) > bits.size // 2:
-        return values
-    far_values = torch.from_numpy(np.concatenate(far)).view(values.dtype)
-    return torch.from_numpy(packed), torch.from_numpy(np.concatenate(steps)), far_values
+    packed = ulps.pack(_bits(values), _bits(base))
+    if not isinstance(packed, tuple):
+        return None if packed is None else values
+    codes, steps, far = map(torch.from_numpy, packed)
+    return codes, steps, far.view(values.dtype)
 
 
 def _unpack(packed: Any, base: torch.Tensor) -> torch.Tensor:
-    """Return the values that ``_pack`` was given; ``base`` is as there, and may be modified.
-
-    Raises:
-        IndexError: what is packed is of another number of elements.
-    """
+    """Return the values that ``_pack`` was given; ``base`` is as there, and may be modified."""
     if packed is None:
         return base
     if torch.is_tensor(packed):
         whole: torch.Tensor = packed.cpu()
         return whole
-    quarters, steps, far_values = (tensor.cpu() for tensor in packed)
-    bits = base.view(-1).view(_BITS[base.element_size()]).numpy()
-    far = far_values.view(_BITS[base.element_size()]).numpy()
-    quarters, steps = quarters.numpy(), steps.numpy()
-    counts = len(quarters), len(steps), len(far)
-    marked = int((_CODES == 3).sum(1)[quarters].sum())
-    needed = -(-bits.size // 4), marked, int((steps == -128).sum())
-    if counts != needed:
-        raise IndexError(f"{counts} values of {bits.size} elements, where {needed} are needed")
-    moves = np.array([0, 1, -1, 0], bits.dtype)
-    for begin in range(0, bits.size, _SLICE):
-        part = bits[begin : begin + _SLICE]
-        codes = _CODES[quarters[begin // 4 : (begin + _SLICE) // 4]].reshape(-1)[: part.size]
-        part += moves[codes]
-        (places,) = np.nonzero(codes == 3)
-        others, steps = np.split(steps, [places.size])
-        part[places] += others
-        far_places = places[others == -128]
-        part[far_places], far = np.split(far, [far_places.size])
+    codes, steps, far = (tensor.cpu() for tensor in packed)
+    ulps.unpack((codes.numpy(), steps.numpy(), _bits(far)), _bits(base))
     return base
+
+
+def _bits(tensor: torch.Tensor) -> NDArray[Any]:
+    """Return the bits of a tensor in host memory as integers; NumPy has no bfloat16."""
+    bits: NDArray[Any] = tensor.reshape(-1).view(_BITS[tensor.element_size()]).numpy()
+    return bits
 
 
 def _map_leaves(tree: Any, kind: type, function: Callable[[Any], Any]) -> Any:
