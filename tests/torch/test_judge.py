@@ -120,6 +120,44 @@ class NeedsClosure(torch.optim.SGD):  # type: ignore[misc]
         return super().step(closure)
 
 
+class SharpnessAware(torch.optim.Optimizer):  # type: ignore[misc]
+    """Begins with gradients, and needs a closure for the second ones, as the usual SAM does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"rho": 0.05})
+        self.base_optimizer = torch.optim.SGD(self.param_groups, lr=0.1)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def step(self, closure: Any = None) -> None:
+        params = [param for group in self.param_groups for param in group["params"]]
+        before = [param.clone() for param in params]
+        norm = torch.stack([param.grad.norm() for param in params if param.grad is not None]).norm()
+        for param in params:
+            param.add_(param.grad * (0.05 / norm))
+            param.grad = None
+        torch.enable_grad()(closure)()
+        for param, value in zip(params, before, strict=True):
+            param.copy_(value)
+        self.base_optimizer.step()
+
+
+class ScheduleFree(Scratch):
+    """Takes no step before train() was called."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.param_groups[0]["train_mode"] = False
+
+    def train(self) -> None:
+        self.param_groups[0]["train_mode"] = True
+
+    def step(self, closure: Any = None) -> Any:
+        if not self.param_groups[0]["train_mode"]:
+            raise RuntimeError("not in train mode")
+        return super().step(closure)
+
+
 KINDS: dict[str, tuple[Callable[[Any], Any], bool]] = {
     "AdamW of another name": (Plain, True),
     "SGD of Adam's name": (lambda params: AdamNamed(params, lr=0.1), False),
@@ -131,6 +169,8 @@ KINDS: dict[str, tuple[Callable[[Any], Any], bool]] = {
     "a wrapped Adam": (lambda params: Lookahead(torch.optim.Adam(params)), True),
     "a wrapped SGD": (lambda params: Lookahead(torch.optim.SGD(params, lr=0.1)), False),
     "a closure is needed": (lambda params: NeedsClosure(params, lr=0.1), False),
+    "gradients and a closure are needed": (SharpnessAware, False),
+    "train() is needed": (ScheduleFree, True),
     **{
         name: (getattr(torch.optim, name), True)
         for name in ("Adam", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop")
@@ -158,6 +198,7 @@ def test_an_optimiser_is_judged_by_what_it_does(
     kind = "normalises its updates" if is_adaptive else "updates grow with its gradients"
     assert f"{type(inner).__name__} is an optimiser " in caplog.text
     assert kind in caplog.text
+    assert "could not be tried out" not in caplog.text
     encoder = share(net, inner, density=None).exchange._groups.encoders[0]
     assert encoder.policy == default_policy(encoder.numel, is_adaptive=is_adaptive)
     assert is_adaptive == (encoder.policy != default_policy(encoder.numel)) or size == 20

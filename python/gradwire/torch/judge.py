@@ -274,7 +274,7 @@ def _try_out(optimizer: torch.optim.Optimizer) -> Judgement:
     """Judge by the updates that copies of an optimiser make, from small and from large gradients."""
     with _unnoticed(optimizer):
         errors: list[Exception] = []
-        for take_step in (_step, _step_with_closure, _step_sparsely):
+        for take_step in (_step, _step_with_closure, _step_sparsely, _step_in_training):
             try:
                 update = _last_update(optimizer, take_step, 1.0, _LAST_RATE)
                 large = _last_update(optimizer, take_step, _FACTOR, _LAST_RATE)
@@ -372,11 +372,17 @@ def _step_with_closure(trial: Any, grads: list[torch.Tensor]) -> None:
             param.grad = grad.clone()
         return torch.zeros(())
 
+    closure()  # sharpness-aware minimisation begins with gradients, and calls the closure for the next ones
     trial.step(closure)
 
 
 def _step_sparsely(trial: Any, grads: list[torch.Tensor]) -> None:
     _step(trial, [grad.to_sparse(1) if grad.dim() else grad for grad in grads])
+
+
+def _step_in_training(trial: Any, grads: list[torch.Tensor]) -> None:
+    trial.train()  # without, schedule-free optimisers take no step
+    _step(trial, grads)
 
 
 def _set_rates(trial: torch.optim.Optimizer, rate: float, decay: float = 0.0) -> None:
