@@ -121,8 +121,8 @@ class Training:
         if cls._is_open(run):
             raise RuntimeError(
                 "this process takes part in a training of this run already: call close() on what share returned "
-                "before the next share, or write `with share(...) as ...`; two models of one training are the "
-                "parameters of one optimiser"
+                "before the next share, or write `with share(...) as ...`; two models at once, or two optimisers of "
+                "one model, need a node each (share(..., node=Node(...))), or one optimiser with the parameters of both"
             )
         return cls._finished.setdefault(run, [])
 

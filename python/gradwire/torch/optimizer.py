@@ -210,8 +210,8 @@ class SharedOptimizer(torch.optim.Optimizer):
 
             def refuse(*_args: Any, **_options: Any) -> NoReturn:
                 raise RuntimeError(
-                    f"{name}() of {type(self.optimizer).__name__} is not called through a shared optimiser, because "
-                    f"what it does to the parameters would not be exchanged; {way_out}"
+                    f"{name}() of {type(self.optimizer).__name__} is not called through a shared optimiser: its "
+                    f"changes of the parameters would not be exchanged (docs/torch.md: SAM, schedule-free); {way_out}"
                 )
 
             return refuse

@@ -306,7 +306,7 @@ class _Untrained:
         if names:
             _LOG.warning(
                 "share() does not train %d parameters of the model that require gradients, because they are not the "
-                "optimiser's: %s. They begin as rank 0's; if this process trains them otherwise, each rank has its own",
+                "optimiser's: %s. They begin as rank 0's; unless another share() trains them, each rank has its own",
                 len(names),
                 text,
             )
