@@ -212,3 +212,23 @@ def test_what_other_nodes_have_sent_is_no_movement_of_this_node(topology: Any) -
     for rank, norms in enumerate(run_cluster(work, seed=4)):
         assert len(norms) >= 5
         assert norms == [pytest.approx(rank * 2.0**-5 * NUMEL**0.5)] * len(norms)
+
+
+def test_a_node_that_is_last_to_catch_up_does_not_need_those_that_have_ended() -> None:
+    """A step that is over needs no ``min_members``, which are for the steps to come."""
+
+    def work(node: FakeNode, rank: int) -> NDArray[np.float32]:
+        share = gw.Exchange(encoder(), node, min_peers=1, min_members=2, every=2, overlap=1)
+        params = np.zeros(NUMEL, np.float32)
+        share.join(params)
+        for count, update in enumerate(updates_of(rank, 5)):
+            # The step that sends is finished in this one, which learns that the other node has ended.
+            node.cluster.compute(node, 1.0 if rank == 1 and count == 4 else 0.1)
+            share.step(update, params)
+        assert len(share.members) == 1 - rank
+        assert share.catch_up(params) == 0
+        node.cluster.close(node)
+        return share.shared(params)[0]
+
+    first, second = run_cluster(work, count=2, seed=1)
+    np.testing.assert_array_equal(first, second)

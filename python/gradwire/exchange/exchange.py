@@ -422,7 +422,8 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
             TimeoutError, MessageError, Closed: as ``step``.
         """
         if self._options.overlap:
-            finished = self._begin(params, self._optimizer_state) or self._finish_earlier(params)
+            finished = self._begin(params, self._optimizer_state, sends=False)
+            finished = finished or self._finish_earlier(params)
             return 0 if finished is None else finished.received
         if self._options.is_sync:
             return 0
@@ -456,7 +457,9 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
         self.wait_for_peers()
         return self._join.observe(params, as_state(optimizer_state), _wait_s(timeout_s))
 
-    def _begin(self, params: Any, optimizer_state: OptimizerState) -> StepResult | None:
+    def _begin(
+        self, params: Any, optimizer_state: OptimizerState, *, sends: bool = True
+    ) -> StepResult | None:
         """Prepare a step; return the result of an earlier one if that is finished now."""
         if self._options.role == "observer":
             raise ValueError('role="observer" has no updates of its own: call follow')
@@ -468,7 +471,8 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
         self._optimizer_state = NO_STATE if is_empty else as_state(optimizer_state)
         if self._membership.phase is not Phase.IN:
             _become_member(self, params, self._optimizer_state)
-        if self._options.min_members > 1:
+        # To finish a step takes no further one: the others may have ended after it.
+        if sends and self._options.min_members > 1:
             self._departure.check_members(self._options.min_members)
         # An overlapped step is finished as late as allowed, so that its messages have the longest time to arrive.
         if self._replica.local_steps + 1 < self._options.overlap:
