@@ -461,6 +461,28 @@ def test_a_run_that_begins_below_min_members_is_told_so(joins: bool) -> None:
             share.step(update(1, 0), params)
 
 
+def test_a_step_without_a_member_that_joins_again_says_that_it_cannot() -> None:
+    def work(node: FakeNode, rank: int) -> None:
+        share, params = (
+            share_on(node, min_peers=1, min_members=2, timeout_s=5.0),
+            np.zeros(NUMEL, np.float32),
+        )
+        share.step(update(rank, 0), params)
+        if rank == 0:
+            with pytest.raises(TimeoutError, match="did not come in"):
+                share.resync(params)
+            return
+
+        def train() -> None:
+            while True:
+                share.step(update(rank, 1), params)
+
+        with pytest.raises(gw.PeerLost, match=r"left: 127.0.0.1:1010 cannot join again without a"):
+            train()
+
+    run_cluster(work, count=2, seed=1)
+
+
 @pytest.mark.parametrize("has_team", [False, True])
 @pytest.mark.parametrize("by_handler", [False, True], ids=["thread", "handler"])
 def test_a_call_in_the_middle_of_another_is_refused(

@@ -146,7 +146,7 @@ class Departure:
         if self._membership.phase is Phase.IN and count < least:
             has_teams = count > len(teams)
             what = "workers" if has_teams else "members"
-            why = self._introductions.describe_departed() or "the run began with no more"
+            why = self._introductions.describe_missing()
             if has_teams:
                 why += ", or workers of a machine are gone"
             raise PeerLost(f"{count} of at least {least} {what} are left: {why}")

@@ -543,6 +543,14 @@ class Introductions:
             names[-1] += f", and {len(self._reasons) - len(names)} more"
         return ", ".join(names)
 
+    def describe_missing(self) -> str:
+        """Say why there are fewer members than a step needs."""
+        if joining := sorted(self.compatible(Phase.JOINING)):
+            # Members admit with a step, which these are too few to take.
+            names = self.describe(joining)
+            return f"{names} cannot join again without a step: start all nodes from checkpoints"
+        return self.describe_departed() or "the run began with no more"
+
     def step_number(self, exchange: int) -> int:
         """Return the number of the step with which an exchange begins, as the caller counts: local steps count, too."""
         return exchange * int(self.signature["every"])
