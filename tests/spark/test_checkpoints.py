@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -137,3 +138,32 @@ def test_a_checkpoint_on_a_full_disk_is_named_with_the_reason(tmp_path: Path, nu
     (tmp_path / "latest.json.new").symlink_to("/dev/full")
     with pytest.raises(OSError, match=r"latest\.json cannot be written: .*No space left on device"):
         written.finish(5, 1, Position())
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("latest.json", 0),
+        ("latest.json", 30),
+        ("step-000000005/worker-1.pt", None),
+        ("step-000000005/worker-1.pt", 0),
+        ("step-000000005/worker-1.pt", 2000),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_read_is_named(
+    tmp_path: Path, name: str, size: int | None
+) -> None:
+    """Where torch says EOFError, and JSON: Expecting value."""
+    written = Checkpoints(f"file://{tmp_path}", None, 5)
+    for rank in range(2):
+        written.write(5, rank, {"model": {"weight": torch.zeros(1000)}, "optimizer": {}})
+    written.finish(5, 2, Position())
+    path = tmp_path / name
+    if size is None:
+        path.unlink()
+    else:
+        os.truncate(path, size)
+    with pytest.raises(
+        (OSError, ValueError), match=rf"checkpoint file://{path} cannot be read \(\w"
+    ):
+        written.read(1, 2)

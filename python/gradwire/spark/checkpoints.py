@@ -15,6 +15,8 @@ import fsspec
 import torch
 from fsspec.implementations.local import LocalFileSystem
 
+from .watch import one_line
+
 __all__ = ["Checkpoints", "Position", "pack", "pack_into", "unpack"]
 
 _LOG = logging.getLogger("gradwire.spark")
@@ -59,10 +61,42 @@ def _named_if_not_written(url: str) -> Iterator[None]:
         raise OSError(f"the checkpoint {url} cannot be written: {error}") from error
 
 
+@contextlib.contextmanager
+def _named_if_not_read(url: str) -> Iterator[None]:
+    """Raise why a file of a checkpoint cannot be read with its name: torch and JSON know only the bytes.
+
+    Raises:
+        OSError: the file is not there, or something is wrong with the file system.
+        ValueError: the file is damaged.
+        TimeoutError: as it is, since another attempt may be in time.
+    """
+    try:
+        yield
+    except TimeoutError:
+        raise
+    except Exception as error:
+        kind = OSError if isinstance(error, OSError) else ValueError
+        raise kind(
+            f"the checkpoint {url} cannot be read ({one_line(error)}): resume from another folder, or begin anew"
+        ) from error
+
+
 def _read_state(url: str) -> dict[str, Any]:
-    with fsspec.open(url) as file:
+    with _named_if_not_read(url), fsspec.open(url) as file:
         state: dict[str, Any] = unpack(file.read())
     return state
+
+
+def _read_latest(folder: str) -> dict[str, Any] | None:
+    """Return what is the latest checkpoint of a folder; None: there is none."""
+    url = f"{folder}/latest.json"
+    with _named_if_not_read(url):
+        try:
+            with fsspec.open(url) as file:
+                latest: dict[str, Any] = json.load(file)
+        except FileNotFoundError:
+            return None
+    return latest
 
 
 @dataclass(frozen=True)
@@ -176,15 +210,14 @@ class Checkpoints:
 
         Raises:
             FileNotFoundError: there is no checkpoint to resume from.
+            OSError, ValueError: a file of the checkpoint is missing or damaged.
         """
         if self.folder is not None:  # a folder that cannot be made is an error before training
             files, folder = fsspec.core.url_to_fs(self.folder)
             files.makedirs(folder, exist_ok=True)
         for folder in filter(None, (self.folder, self.resume)):
-            try:
-                with fsspec.open(f"{folder}/latest.json") as file:
-                    latest = json.load(file)
-            except FileNotFoundError:
+            latest = _read_latest(folder)
+            if latest is None:
                 continue
             is_other = latest["workers"] != workers
             source = 0 if is_other else rank
