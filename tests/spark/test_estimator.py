@@ -589,11 +589,14 @@ def failing_loss() -> Callable[[], Any]:
     return loss
 
 
-def test_what_a_worker_raises_reaches_the_driver_at_once(rows: Any) -> None:
+def test_what_a_worker_raises_reaches_the_driver_at_once(
+    rows: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(
         gw.GradwireError, match=r"(?s)worker 1 failed:.*the disk of worker 1 is full"
     ):
         make_estimator(loss=failing_loss()).fit(rows)
+    assert "begins again" not in caplog.text, "the other worker has lost this one"
 
 
 @pytest.mark.usefixtures("repeating")

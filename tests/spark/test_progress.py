@@ -106,6 +106,20 @@ def test_an_error_that_every_attempt_would_have_ends_the_training(make_driver: A
     assert not driver.progress.may_repeat()
 
 
+def test_after_such_an_error_nothing_is_said_to_begin_again(
+    make_driver: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other workers only see that the one is gone."""
+    driver = make_driver(retries=3)
+    with driver.attempt(0) as (other, watch):
+        fail(watch, "ValueError: row 3 has a null", is_final=True)
+        assert driver.cancelled.wait(WAIT_S)
+        fail(other, "PeerLost: worker 1 on 10.1.1.7 is gone")
+    driver.progress.close()
+    assert driver.progress.failure[0].startswith("worker 1 failed: ValueError")
+    assert "begins again" not in caplog.text
+
+
 @pytest.mark.parametrize("note", [b"", b"{}", b"[1]", b"[" * 100_000, b'{"kind":"epoch","row":7}'])
 def test_a_note_that_cannot_be_read_is_logged_and_ends_nothing(
     make_driver: Any, caplog: pytest.LogCaptureFixture, note: bytes

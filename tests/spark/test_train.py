@@ -416,7 +416,9 @@ def local_job(drawn: list[float] | None = None, rate: float = 1e-3, **options: A
 
 def work_alone(job: TrainingJob, rows: Any, rank: int = 0) -> dict[str, bytes]:
     """Train a worker on its own; return its results."""
-    return dict(LocalWorker(job, Stage(rank), Unwatched()).run(iter([rows])))  # type: ignore[arg-type]
+    return dict(
+        LocalWorker(job, Stage(rank), Unwatched()).run(iter([rows]), contextlib.ExitStack())
+    )  # type: ignore[arg-type]
 
 
 def numbers_drawn(rank: int, epochs: int, folder: str | None = None, resume: Any = None) -> Any:
@@ -515,7 +517,7 @@ def test_an_epoch_that_is_cut_in_two_is_whole_in_the_history(tmp_path: Path, eve
             super().step(*args)
 
     with pytest.raises(RuntimeError, match="the executor is lost"):
-        Failing(job, Stage(0), Unwatched()).run(iter([rows]))  # type: ignore[arg-type]
+        Failing(job, Stage(0), Unwatched()).run(iter([rows]), contextlib.ExitStack())  # type: ignore[arg-type]
     assert history_of(work_alone(job, rows)) == history_of(whole)
 
 
@@ -536,7 +538,7 @@ def test_each_batch_for_validation_has_the_time_that_a_worker_has() -> None:
             return super().forward(inputs.float())
 
     job = replace(local_job(), model=lambda: Model(1, 1), batch_size=4)
-    LocalWorker(job, Stage(0), Watched()).run(iter([rows_of(4, held=12)]))  # type: ignore[arg-type]
+    LocalWorker(job, Stage(0), Watched()).run(iter([rows_of(4, held=12)]), contextlib.ExitStack())  # type: ignore[arg-type]
     first = calls.index("score") - 1
     assert calls[first:] == ["busy", "score"] * 3
 
@@ -566,7 +568,7 @@ def test_a_worker_whose_file_system_hangs_has_the_time_that_a_worker_has(
     for name in ("read", "write", "finish"):
         monkeypatch.setattr(Checkpoints, name, noted(name))
     job = local_job(checkpoints=Checkpoints(f"{tmp_path}/fit", None, 1000))
-    LocalWorker(job, Stage(0), Watched()).run(iter([rows_of(4)]))  # type: ignore[arg-type]
+    LocalWorker(job, Stage(0), Watched()).run(iter([rows_of(4)]), contextlib.ExitStack())  # type: ignore[arg-type]
     assert calls == [("read", True), ("write", True), ("finish", True)]
 
 
@@ -590,7 +592,7 @@ def test_workers_that_have_read_different_checkpoints_read_again(tmp_path: Path)
     drawn: list[float] = []
     checkpoints = Checkpoints(f"{tmp_path}/fit", None, 1000)
     job = local_job(drawn, epochs=3, checkpoints=checkpoints)
-    LocalWorker(job, Race(0), Unwatched()).run(iter([rows_of(12)]))  # type: ignore[arg-type]
+    LocalWorker(job, Race(0), Unwatched()).run(iter([rows_of(12)]), contextlib.ExitStack())  # type: ignore[arg-type]
     assert drawn == whole[6:]
 
 

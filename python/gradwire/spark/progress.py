@@ -149,7 +149,7 @@ class Progress:
             rows[row["worker"]] = row
             if len(rows) == self._workers:
                 self.report(epoch_rows(list(rows.values())))
-        if task <= self._failed_task:
+        if task <= self._failed_task or self.failure is not None:
             return
         self._waits[worker] = note["waits"]
         if note["kind"] in ("epoch", "wait"):

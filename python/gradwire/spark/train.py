@@ -596,8 +596,10 @@ class Worker(ModelReplica):
         self.best: dict[str, Any] = {}  # with patience: the state of the model to return
         self.unfinished: dict[str, Any] = {}  # at a checkpoint within an epoch: its `Times` so far
 
-    def run(self, batches: Iterator[pa.RecordBatch]) -> list[tuple[str, bytes]]:
-        """Train; return the history and the model, from one worker only."""
+    def run(
+        self, batches: Iterator[pa.RecordBatch], stack: contextlib.ExitStack
+    ) -> list[tuple[str, bytes]]:
+        """Train; return the history and the model, from one worker only. The connections end with the stack."""
         training, held = spill(self.watched(batches), f"worker {self.rank}", self.job.columns)
         names: list[str] = []
         while not names:
@@ -606,14 +608,13 @@ class Worker(ModelReplica):
                     self.rank, self.workers, self.leads, is_warm=self.job.is_warm
                 )
             steps, names = self.agree(training, held, position)
-        with contextlib.ExitStack() as stack:
-            self.connect(stack, names)
-            self.longest_wait_s = self.job.training.timeout_s
-            if state:
-                self.load(state)
-            if isinstance(self.trainer.optimizer, SharedOptimizer):
-                self.trainer.optimizer.join()
-            return self.train(training, held, steps, position)
+        self.connect(stack, names)
+        self.longest_wait_s = self.job.training.timeout_s
+        if state:
+            self.load(state)
+        if isinstance(self.trainer.optimizer, SharedOptimizer):
+            self.trainer.optimizer.join()
+        return self.train(training, held, steps, position)
 
     def gather(self, value: Any = None) -> list[Any]:
         """Return every worker's value, see the function `gather`."""
@@ -834,11 +835,14 @@ def train(job: TrainingJob, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Re
     rank = context.partitionId()
     timeout_s = job.training.timeout_s
     results: list[tuple[str, bytes]] = []
-    with contextlib.closing(
-        Watch(job.driver, job.secret, (context.taskAttemptId(), rank), timeout_s)
-    ) as watch:
+    with (
+        contextlib.closing(
+            Watch(job.driver, job.secret, (context.taskAttemptId(), rank), timeout_s)
+        ) as watch,
+        contextlib.ExitStack() as stack,
+    ):
         try:
-            results = Worker(job, context, watch).run(batches)
+            results = Worker(job, context, watch).run(batches, stack)
         except Stopped as stopped:
             if not stopped.is_final:
                 raise PeerLost("another worker failed") from None
@@ -855,6 +859,8 @@ def train(job: TrainingJob, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Re
                 is_final=is_final,
                 is_late=isinstance(error, LateWorkers),
             )
+            # Not before the driver knows why: the other workers tell it that this one is gone.
+            stack.close()
             try:
                 gather(context, timeout_s if is_final else FAILURE_S, is_final=is_final)
             except Stopped as stopped:
