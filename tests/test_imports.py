@@ -71,7 +71,7 @@ ALLOWED = {
     }
     | {INTERFACE},
     "sharing": CODEC | {"exchange", "rendezvous", "transport"},
-    "jax": {"errors", "exchange", "sharing", "state", "transport", "ulps"},
+    "jax": {"arrays", "errors", "exchange", "sharing", "state", "transport", "ulps"},
     "torch": CODEC | {"exchange", "rendezvous", "sharing", "torch", "transport", "ulps", INTERFACE},
     "hf": {"exchange", "sharing", "torch"},
     "lightning": {"exchange", "rendezvous", "sharing", "torch"},

@@ -34,7 +34,7 @@ from typing import Any, BinaryIO, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from .arrays import Arrays, check_order, copies, layouts, put
+from .arrays import Arrays, blocks, check_order, copies, layouts, put
 from .clock import LogLimit, now_s
 from .codec import Encoder
 from .errors import (
@@ -128,8 +128,9 @@ class SGD:
                 velocity *= self.momentum
             apply_many(messages, self._velocity, scale)
             factor = self.lr * self.momentum if self.nesterov else self.lr
-            for param, velocity in zip(params, self._velocity, strict=True):
-                param -= factor * velocity
+            for pair in zip(params, self._velocity, strict=True):
+                for param, velocity in blocks(*pair):
+                    param -= factor * velocity
         if self.lr and (self.nesterov or not self.momentum):
             apply_many(messages, params, -self.lr * scale)
 

@@ -6,13 +6,14 @@ import json
 import logging
 import math
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from . import ulps
+from .arrays import blocks, nonfinite
 from .errors import Closed, Mismatch, NonFiniteUpdate, is_failure
 from .exchange.checkpoint import params_of
 from .exchange.exchange import check_state as check_exchange_state
@@ -43,9 +44,6 @@ _OTHER_MEANS = {"avg_value", "ema"}
 # of hyperparameters that are zero at first, because the caller will set them by hand.
 _TRIAL_STEPS = 8
 _TRIAL_VALUE = 0.01
-
-# Arrays are passed over in blocks, of which a processor's cache has several.
-_BLOCK_NUMEL = 1 << 15
 
 
 class ShareState(NamedTuple):
@@ -251,7 +249,7 @@ class _SharedUpdates:
                     "the computation"
                 )
         for name, leaf in zip(names, leaves, strict=True):
-            if count := int((~np.isfinite(np.asarray(leaf))).sum()):
+            if count := nonfinite([np.asarray(leaf)]):
                 raise ValueError(
                     f"{count} elements of {name} are NaN or infinite, and no update can change them: keep masks apart "
                     "from the parameters"
@@ -334,7 +332,7 @@ class _SharedUpdates:
         before = [leaf.astype(own.dtype, copy=False) for leaf, own in pairs]
         # Parameters that were restored from elsewhere, or changed in another way, are the caller's word.
         if not any(matches):
-            count = _nonfinite(before) - _nonfinite(self._leaves)
+            count = nonfinite(before) - nonfinite(self._leaves)
             if count > 0:  # once they are in ``_leaves``, the next update would be refused as well
                 raise NonFiniteUpdate(
                     f"{count} elements of the parameters were set to NaN or infinity between two updates: nothing was "
@@ -797,21 +795,10 @@ def _fill(leaves: Sequence[Any], values: Sequence[Any]) -> None:
         leaf[...] = value
 
 
-def _blocks(*arrays: Any) -> Iterator[list[Any]]:
-    """Yield the arrays' elements block by block; written into where an array is contiguous."""
-    flat = [array.reshape(-1) for array in arrays]
-    for begin in range(0, flat[0].size, _BLOCK_NUMEL):
-        yield [array[begin : begin + _BLOCK_NUMEL] for array in flat]
-
-
-def _nonfinite(arrays: Sequence[Any]) -> int:
-    return sum(int((~np.isfinite(array)).sum()) for array in arrays)
-
-
 def _is_close(array: Any, expected: Any) -> bool:
     """Return whether two arrays are equal but for the rounding of an addition."""
     rounding = 4.0 * max(float(np.finfo(each.dtype).eps) for each in (array, expected))
-    for block, other in _blocks(array, expected):
+    for block, other in blocks(array, expected):
         if (block == other).all():
             continue
         # Relative to what is expected, which is finite: infinity would be close to everything.
@@ -823,11 +810,11 @@ def _is_close(array: Any, expected: Any) -> bool:
 def _scaled(update: Any, factor: Any, params: Any, shift: Any) -> Any:
     """Return an update times a factor, plus the parameters times another."""
     # An update that is zero everywhere was skipped, and its decay with it.
-    has_shift = shift != 0.0 and any(block.any() for (block,) in _blocks(update))
+    has_shift = shift != 0.0 and any(block.any() for (block,) in blocks(update))
     if factor == 1.0 and not has_shift and update.dtype == params.dtype:
         return update
     scaled = np.empty(update.shape, np.result_type(update.dtype, params.dtype, factor))
-    for target, block, old in _blocks(scaled, update, params):
+    for target, block, old in blocks(scaled, update, params):
         np.multiply(block, factor, out=target)
         if has_shift:
             target += shift * old
@@ -841,7 +828,7 @@ def _moved(params: Any, before: Any, expected: Any) -> tuple[Any, Any]:
     delta = np.empty(params.shape, jax.numpy.result_type(params.dtype, before.dtype))
     if expected.dtype != before.dtype:
         expected = np.empty(before.shape, before.dtype)
-    for difference, total, new, old in _blocks(delta, expected, params, before):
+    for difference, total, new, old in blocks(delta, expected, params, before):
         np.subtract(new, old, out=difference, casting="same_kind")
         np.add(old, difference, out=total, casting="same_kind")
     return jax.numpy.asarray(delta), expected

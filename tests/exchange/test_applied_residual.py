@@ -283,6 +283,40 @@ def test_a_node_that_joins_again_needs_no_memory_for_the_residual() -> None:
     assert max(peaks) < 9 * numel
 
 
+def test_a_checkpoint_needs_no_memory_besides_its_own() -> None:
+    numel = 1_000_000
+    bytes_per_parameter = {}
+
+    def exchange(node: FakeNode) -> gw.Exchange:
+        enc = gw.Encoder(numel, gw.FixedThreshold(THRESHOLD), keeps_residual=False)
+        return gw.Exchange(enc, node, min_peers=0, apply_residual=True)
+
+    def traced(name: str, call: Callable[[], Any]) -> Any:
+        tracemalloc.start()
+        result = call()
+        bytes_per_parameter[name] = tracemalloc.get_traced_memory()[1] / numel
+        tracemalloc.stop()
+        return result
+
+    params = np.zeros(numel, np.float32)
+    with cluster(0) as made:
+        share = exchange(made.node(1))
+        share.join(params)
+        for _ in range(2):
+            params[::3] += THRESHOLD / 4
+            share.step_moved(params)
+        state = traced("saved", share.state_dict)
+    with cluster(0) as made:
+        share = exchange(made.node(1))
+        share.load_state_dict(state)
+        traced("joins", lambda: share.join(params))
+    traced("redistributed", lambda: redistribute([state], 1))
+    # The shared parameters and the residual, which a node that joins has already. A sum is in float64 until it is done.
+    assert bytes_per_parameter["saved"] < 8.5
+    assert bytes_per_parameter["joins"] < 1.5
+    assert bytes_per_parameter["redistributed"] < 12.5
+
+
 @pytest.mark.parametrize("again", ["leaves", "joins again"])
 def test_values_that_are_not_finite_are_refused_by_a_node_that(again: str) -> None:
     def go_on(share: gw.Exchange, params: NDArray[np.float32]) -> None:

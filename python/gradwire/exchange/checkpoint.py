@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from .. import clock
 from ..agreement import checked_state, sample_of
-from ..arrays import copies, layouts, on_host, views, zeros_like
+from ..arrays import blocks, copies, layouts, nonfinite, on_host, views, zeros_like
 from ..codec import Encoder
 from ..partition import Partition
 from ..policy import whole
@@ -74,9 +74,10 @@ def state_of(replica: Replica, training: str, params: Any = None) -> dict[str, A
         arrays = list(map(on_host, now))
         parts = split_by_tensor(residuals, replica.groups.tensors, arrays)
         triples = zip(parts, arrays, map(on_host, replica.shared), strict=True)
-        for part, param, shared in clock.shown("residuals are saved", triples, len(arrays)):
-            moved = param - shared
-            np.copyto(part, moved, where=np.isfinite(moved), casting="same_kind")
+        for triple in clock.shown("residuals are saved", triples, len(arrays)):
+            for part, param, shared in blocks(*triple):
+                moved = param - shared
+                np.copyto(part, moved, where=np.isfinite(moved), casting="same_kind")
     return {
         "format": _FORMAT,
         "step": replica.step,
@@ -200,7 +201,7 @@ def _checked(state: dict[str, Any], replica: Replica) -> Sequence[dict[str, Any]
         if arrays and sum(array.size for array in arrays) != replica.groups.numel:
             shapes = [array.shape for array in arrays]
             raise ValueError(f"{name} has arrays of {shapes}, for {replica.groups.numel} elements")
-        if not all(np.isfinite(array).all() for array in arrays):
+        if nonfinite(arrays):
             raise ValueError(f"{name} is not finite")
     try:
         checked_state(state["agreement"])
@@ -236,7 +237,7 @@ def _check_written(
     for arrays in (written.values, written.offset, written.shared, written.moved):
         if arrays and layouts(arrays) != expected:
             raise ValueError(f"unsettled has arrays of {layouts(arrays)}, shared of {expected}")
-        if not all(np.isfinite(array).all() for array in arrays):
+        if nonfinite(arrays):
             raise ValueError("unsettled is not finite")
     for encoder, saved in zip(encoders, written.encoders, strict=bool(written.encoders)):
         EncoderState.of(saved, encoder.numel, encoder.dtype)
@@ -379,8 +380,10 @@ def _merged(
         for total, saved in zip(totals, state["encoders"], strict=True):
             total += np.asarray(saved["residual"])
         add_owner_state(state["owner"], totals, weight)
+    for total in totals:
+        total *= factor
     encoders = [
-        {**saved, "residual": (total * factor).astype(saved["dtype"])}
+        {**saved, "residual": total.astype(saved["dtype"])}
         for saved, total in zip(like["encoders"], totals, strict=True)
     ]
     return {**like, "encoders": encoders, "owner": None}

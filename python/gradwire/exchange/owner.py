@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..arrays import blocks
 from ..codec import Encoder
 from ..errors import GradwireError, MessageError
 from ..message import Message, apply, apply_many, dense_message
@@ -673,4 +674,5 @@ def add_owner_state(
         partition = Partition(residual.size, state["parts"], first=group % state["parts"])
         for in_whole, in_part in partition[state["place"]].slices():
             part = np.asarray(saved["residual"])[in_part]
-            np.add(residual[in_whole], factor * part, out=residual[in_whole])
+            for target, values in blocks(residual[in_whole], part):
+                target += factor * values

@@ -14,6 +14,7 @@ from ..arrays import (
     Arrays,
     add,
     add_finite,
+    blocks,
     copies,
     device_of,
     difference,
@@ -386,11 +387,14 @@ class SharedCopy:
         # is larger than the shared parameters, relative to the residual.
         quantum = max((encoder.threshold for encoder in self.groups.encoders), default=0.0)
         held = []
-        for param, shared, residual in self._parts(params):
-            largest = quantum + float(np.abs(shared).max(initial=0.0))
-            largest += float(np.abs(residual).max(initial=0.0))
-            difference_max = float(np.abs(param - shared - residual).max(initial=0.0))
-            held.append(difference_max <= _STEP_ROUNDING * largest)  # NaN is a difference
+        for triple in zip(arrays, self.shared, self.groups.residuals(self.shared), strict=True):
+            largest = [
+                [np.abs(each).max() for each in (shared, residual, param - shared - residual)]
+                for param, shared, residual in blocks(*map(on_host, triple))
+            ]
+            shared_max, residual_max, difference_max = np.max([[0.0] * 3, *largest], axis=0)
+            bound = _STEP_ROUNDING * (quantum + shared_max + residual_max)
+            held.append(bool(difference_max <= bound))  # NaN is a difference
         return held
 
     def _is_sampled_as(self, arrays: Arrays) -> bool:
@@ -432,14 +436,14 @@ class SharedCopy:
         if self.applies_residual:
             # As an update: the residual leads from the shared parameters to the caller's.
             self._set_residual(params)
-            offset = difference(copies(targets), values)
-            offset = offset if any(array.any() for array in offset) else []
+            is_equal = all(_equal(targets, values))
+            offset = [] if is_equal else difference(list(map(on_host, targets)), values)
             states = [encoder.state_dict() for encoder in self.groups.encoders]
             self.written = Written(values, digest, offset, states)
             return
         # As the shared parameters of all nodes, so that the next update holds only what follows.
         before = self.written.shared if self.written else copies(self.shared)
-        moved = difference(copies(targets), copies(self.shared))
+        moved = difference(list(map(on_host, targets)), list(map(on_host, self.shared)))
         if self.written is not None:
             add(moved, self.written.moved)
         self._sample = None
@@ -454,7 +458,7 @@ class SharedCopy:
         if written is None or self.applies_residual:
             return
         targets = writable_views(params)
-        add(targets, placed(difference(written.shared, copies(self.shared)), params))
+        add(targets, placed(difference(written.shared, list(map(on_host, self.shared))), params))
         put(self.shared, written.shared)
         residuals = self.groups.residuals(self.shared)
         add(residuals, placed(written.moved, params))
@@ -466,7 +470,7 @@ class SharedCopy:
 
         Args:
             params: the caller's.
-            unsent: the residuals, with the messages of the unfinished step.
+            unsent: the residuals, with the messages of the unfinished step; changed.
             has_moved: whether the caller's parameters differ from the shared ones by local steps, which stay.
 
         Returns:
@@ -481,8 +485,8 @@ class SharedCopy:
         for encoder, state, total in zip(
             self.groups.encoders, written.encoders, unsent, strict=True
         ):
-            residual = total - state["residual"]
-            encoder.load_state_dict({**state, "step": encoder.step, "residual": residual})
+            total -= state["residual"]
+            encoder.load_state_dict({**state, "step": encoder.step, "residual": total})
         put(self.shared, written.values)
         if not has_moved:
             self.write_params(params)
@@ -591,14 +595,15 @@ class SharedCopy:
             np.add(shared, residual, out=param)
 
     def _parts(self, params: Any) -> Iterator[tuple[NDArray[Any], NDArray[Any], NDArray[Any]]]:
-        """Yield the caller's parameters, the shared ones and the residual, array by array, in host memory.
+        """Yield the caller's parameters, the shared ones and the residual, block by block, in host memory.
 
         Changes of parameters and residual go back to the device. No step does this: it would copy all of them.
         """
         residuals = self.groups.residuals(self.shared)
         for arrays in zip(writable_views(params), self.shared, residuals, strict=True):
             param, shared, residual = map(on_host, arrays)
-            yield param, shared, residual
+            for part in blocks(param, shared, residual):
+                yield part[0], part[1], part[2]
             if device_of(arrays) >= 0:
                 put([arrays[0], arrays[2]], [param, residual])
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from .. import clock
 from ..agreement import checked_state
-from ..arrays import Arrays, layouts, put, writable_views
+from ..arrays import Arrays, layouts, nonfinite, put, writable_views
 from ..errors import Closed, MessageError, Mismatch, NotConnected, WouldBlock
 from ..slices import Outgoing, Slicer
 from .owner import Accepted
@@ -929,7 +929,7 @@ class Recipient:
             return None
         self.is_asked = False
         self._fastest = None
-        self._asks_one = not all(np.isfinite(array).all() for array in snapshot.arrays)
+        self._asks_one = nonfinite(snapshot.arrays) > 0
         if not self._asks_one:
             return snapshot
         _LOG.warning("a snapshot with values that are not finite; this node asks another member")

@@ -8,10 +8,8 @@ from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any
 
-import numpy as np
-
 from .. import clock
-from ..arrays import Arrays, copies, scaled, writable_views
+from ..arrays import Arrays, copies, nonfinite, on_host, scaled, writable_views
 from ..errors import NonFiniteUpdate, TooLarge, WouldBlock
 from ..slices import datagram_hint
 from ..transport import Node
@@ -163,8 +161,9 @@ class Step:
         if values is None and not replica.is_written(params):
             return []
         written = copies(writable_views(params) if values is None else values)
-        count = sum(int((~np.isfinite(array)).sum()) for array in written)
-        before = sum(int((~np.isfinite(array)).sum()) for array in copies(replica.shared))
+        count = nonfinite(written)
+        # Without any there is nothing to compare, and nothing to copy from a device.
+        before = nonfinite(list(map(on_host, replica.shared))) if count else 0
         if count > before:
             raise NonFiniteUpdate(
                 f"{count - before} elements of the parameters were set to NaN or infinity between two steps: nothing "
