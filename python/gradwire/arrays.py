@@ -460,6 +460,8 @@ def _name_of(dtype: Any) -> str:
 
 
 def _view(array: Any) -> NDArray[Any]:
+    if type(array) is np.ndarray:  # a step passes over a model's arrays a dozen times
+        return array
     if getattr(array, "requires_grad", False):
         raise ValueError(
             "a tensor that requires grad does not lend its memory: pass tensor.detach()"
