@@ -21,7 +21,7 @@ class Marks:
     """
 
     def __init__(self) -> None:
-        self._counts: list[int] = []
+        self._counts: list[tuple[int, tuple[int, ...]]] = []
         self._sums: list[torch.Tensor] = []
         # Views of the tensors' memory, which hold it, and what they were made of: making them takes longer than their
         # sums.
@@ -30,12 +30,12 @@ class Marks:
 
     def set(self, tensors: Sequence[torch.Tensor]) -> None:
         """Mark tensors as they are now."""
-        self._counts = [tensor._version for tensor in tensors]
+        self._counts = _counts_of(tensors)
         self._sums = self._sums_of(tensors)
 
     def hold(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Return whether tensors are as they were when they were marked, as far as counts and sums tell."""
-        if self._counts != [tensor._version for tensor in tensors]:
+        if self._counts != _counts_of(tensors):
             return False
         sums = self._sums_of(tensors)
         if [total.device for total in sums] != [total.device for total in self._sums]:
@@ -45,11 +45,26 @@ class Marks:
     def _sums_of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         layout = [(tensor.data_ptr(), tensor.stride()) for tensor in tensors]
         if layout != self._layout:
-            flat = [tensor.view(-1) for tensor in tensors if tensor.is_contiguous()]
+            ordered = map(_in_order, tensors)
+            flat = [tensor.view(-1) for tensor in ordered if tensor.is_contiguous()]
             self._samples = _alike(sampled(flat))
             self._layout = layout
-        others = [[tensor.reshape(-1)] for tensor in tensors if not tensor.is_contiguous()]
+        others = [
+            [tensor.reshape(-1)] for tensor in tensors if not _in_order(tensor).is_contiguous()
+        ]
         return [_sum_of_bits(torch.cat(samples)) for samples in (*self._samples, *others)]
+
+
+def _counts_of(tensors: Sequence[torch.Tensor]) -> list[tuple[int, tuple[int, ...]]]:
+    """Return torch's counts of changes, and the strides: a transposed tensor has the same sum."""
+    return [(tensor._version, tensor.stride()) for tensor in tensors]
+
+
+def _in_order(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view with the dimensions in the order of the memory, which is contiguous also of ``channels_last``."""
+    if tensor.is_contiguous():
+        return tensor
+    return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
 
 
 def _alike(samples: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
