@@ -152,7 +152,10 @@ class EncoderState:
             )
         if not (math.isfinite(trend) and math.isfinite(deviation)):
             raise ValueError(f"state has course {(trend, deviation, int(supply))}, must be finite")
-        bad = np.flatnonzero(~np.isfinite(residual))
+        # A sum takes no memory; that of finite values may be too large, too.
+        with np.errstate(all="ignore"):
+            is_finite = math.isfinite(residual.sum())
+        bad = np.zeros(0) if is_finite else np.flatnonzero(~np.isfinite(residual))
         if bad.size:
             raise ValueError(
                 f"state has a residual of which {bad.size} elements are not finite, the first at index {bad[0]}: "

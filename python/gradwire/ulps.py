@@ -67,7 +67,7 @@ def unpack(packed: Packed, base: NDArray[Any]) -> NDArray[Any]:
     """
     quarters, steps, far = packed
     bits = _bits(base.reshape(-1))
-    marked = int((_CODES == 3).sum(1)[quarters].sum())
+    marked = int((_CODES == 3).sum(1, dtype=np.uint8)[quarters].sum())
     counts = len(quarters), len(steps), len(far)
     needed = -(-bits.size // 4), marked, int((steps == -128).sum())
     if counts != needed:

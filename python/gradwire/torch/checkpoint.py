@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from .. import ulps
+from ..arrays import on_host, writable_views
 from ..exchange.checkpoint import params_of
 from ..exchange.consistency import digest_of
 from ..exchange.exchange import check_state
@@ -35,6 +36,7 @@ __all__ = [
     "is_held",
     "overwritten",
     "put_into",
+    "seen",
     "state_of",
     "take_from",
 ]
@@ -108,6 +110,22 @@ def state_of(
         state["written"] = tuple(written)
     tree: dict[str, Any] = _map_leaves(state, np.ndarray, torch.from_numpy)
     return tree
+
+
+def seen(params: Sequence[Staging], rounded: list[torch.Tensor]) -> Values:
+    """Return a node's own parameters in host memory, in the codec's own memory where that is possible.
+
+    Args:
+        params: whose memory has the values.
+        rounded: copies of the tensors that have less precision than that memory.
+    """
+    memory = []
+    for staging in params:
+        [array] = map(on_host, writable_views(staging.memory))
+        if staging.constants is not None:
+            array = staging.complete(torch.from_numpy(array.copy())).numpy()
+        memory.append(array)
+    return memory, rounded
 
 
 def overwritten(
@@ -288,12 +306,12 @@ def check_kinds(params: Sequence[Staging]) -> None:
 
 
 def _pack(values: torch.Tensor, base: torch.Tensor | None) -> Any:
-    """Return what turns ``base`` into ``values``, see `ulps.pack`, or all values, as tensors."""
+    """Return what turns ``base`` into ``values``, see `ulps.pack`, or a copy of all values, as tensors."""
     if base is None:
-        return values
+        return values.clone()
     packed = ulps.pack(_bits(values), _bits(base))
     if not isinstance(packed, tuple):
-        return None if packed is None else values
+        return None if packed is None else values.clone()
     codes, steps, far = map(torch.from_numpy, packed)
     return codes, steps, far.view(values.dtype)
 

@@ -736,7 +736,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         checkpoint.check_kinds(self._params)
         is_open = self._has_joined and self._set_aside is None and not self._is_closed
         is_left = self._are_as_left(writable_views(self._memory[0])) if is_open else []
-        own = self._set_aside or self._values()
+        own = self._set_aside or checkpoint.seen(self._params, self._fetch_rounded())
         state = self.exchange.state_dict(own[0])
         shared = self._shared_arrays(state.get("shared"))
         is_rounded = [staging.is_rounded for staging in self._params]
