@@ -42,7 +42,7 @@ ALLOWED = {
     "arrays": COMPILED | {"errors"},
     "partition": {"state"},
     "slices": {"errors", "transport"},
-    "ulps": set(),
+    "ulps": {"arrays"},
     "agreement": {"arrays"},
     "message": COMPILED | {"arrays", "errors", "partition", "state"},
     "codec": COMPILED | {"arrays", "errors", "message", "partition", "policy", "state"},

@@ -50,7 +50,8 @@ _DLPACK_CUDA = (2, 13)
 _SAMPLE_NUMEL = 1 << 18
 _SIDE_BY_SIDE = 16
 
-# Elements that are passed over together: they stay in a processor's cache, of which several arrays have a part.
+# Elements that are passed over together: they stay in a processor's cache, of which several arrays have a part. A
+# multiple of four, for `ulps.pack`.
 _BLOCK_NUMEL = 1 << 15
 
 

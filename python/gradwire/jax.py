@@ -6,14 +6,15 @@ import json
 import logging
 import math
 import reprlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from . import ulps
-from .arrays import blocks, nonfinite
+from .arrays import blocks, copies, nonfinite
 from .errors import Closed, Mismatch, NonFiniteUpdate, is_failure
 from .exchange.checkpoint import params_of
 from .exchange.exchange import check_state as check_exchange_state
@@ -270,7 +271,7 @@ class _SharedUpdates:
         named = list(zip(names, self._leaves, strict=True))
         self._training = training = self._begin(named, is_adaptive=self._is_adaptive)
         training.end_with(self)
-        self._expected = [_copies(self._leaves)]  # the caller may write into its own
+        self._expected = [copies(self._leaves)]  # the caller may write into its own
         self._outdated = 0
         self._has_joined = False
         self._last_shared = None
@@ -305,7 +306,7 @@ class _SharedUpdates:
         # A caller that goes on with other parameters than it is given here has not written them. Without news there is
         # no other copy, however often it asks.
         if not all(map(np.array_equal, self._leaves, self._expected[0])):
-            self._expected.insert(0, _copies(self._leaves))
+            self._expected.insert(0, copies(self._leaves))
         return self._given(self._leaves)
 
     def update(
@@ -392,11 +393,9 @@ class _SharedUpdates:
     def state_dict(self) -> dict[str, Any]:
         """Return this node's parameters, as it has them and as the caller has them, and the exchange's state."""
         state = self._opened().exchange.state_dict()
-        # Each differs from the one before by rounding, in few elements: what the exchange has, which only the leader of
-        # a team knows, the own ones, and those that the caller has after an addition.
-        bases = params_of(state) if state.get("shared") else [None] * len(self._leaves)
+        # The caller's differ from this node's by the rounding of an addition.
         return {
-            "params": list(map(_packed, self._leaves, bases)),
+            "params": list(map(_packed, self._leaves, _bases_of(state))),
             "returned": list(map(_packed, self._expected[0], self._leaves)),
             "exchange": state,
         }
@@ -414,11 +413,9 @@ class _SharedUpdates:
         saved = state["exchange"]
         exchange = training.exchange
         leader = exchange.exchange if isinstance(exchange, LocalExchange) else exchange
-        bases: Iterable[Any] = [None] * len(self._leaves)
         if leader is not None and "encoders" in saved:
             check_exchange_state(leader, saved)
-            bases = params_of(saved) if saved["shared"] else bases
-        params = _unpacked(state["params"], bases)
+        params = _unpacked(state["params"], _bases_of(saved))
         check_shapes(params, self._leaves)
         returned = _unpacked(state["returned"], params)
         check_shapes(returned, self._leaves)
@@ -761,8 +758,12 @@ def _refuse_tracers(call: str, tree: Any) -> None:
         )
 
 
-def _copies(arrays: Sequence[Any]) -> list[Any]:
-    return [np.array(array, order="C") for array in arrays]
+def _bases_of(state: dict[str, Any]) -> Iterator[Any]:
+    """Yield what an exchange's state has for this node's parameters, from which these differ by rounding.
+
+    Only the leader of a team has its parameters, and only after the join: else None without end.
+    """
+    yield from params_of(state) if state.get("shared") else repeat(None)
 
 
 def _packed(array: Any, base: Any) -> Any:
@@ -782,7 +783,7 @@ def _unpacked(saved: Sequence[Any], bases: Iterable[Any]) -> list[Any]:
             ulps.unpack(packed, np.array(base))
             if isinstance(packed, tuple)
             else np.array(base if packed is None else packed, order="C")
-            for packed, base in zip(saved, bases, strict=True)
+            for packed, base in zip(saved, bases, strict=False)
         ]
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise ValueError(

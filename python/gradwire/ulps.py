@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .arrays import blocks
+
 __all__ = ["Packed", "pack", "unpack"]
 
 #: See `pack`.
 Packed = tuple[NDArray[np.uint8], NDArray[np.int8], NDArray[Any]]
 
-# Elements whose bits are compared at once: a multiple of four, and few enough for a processor's cache.
-_SLICE = 1 << 15
 # The four codes in each byte.
 _CODES = (np.arange(256, dtype=np.uint8)[:, None] >> np.array([0, 2, 4, 6], np.uint8)) & 3
 
@@ -32,13 +32,11 @@ def pack(values: NDArray[Any], base: NDArray[Any]) -> Packed | NDArray[Any] | No
     """
     bits = _bits(values.reshape(-1))
     base_bits = _bits(base.reshape(-1))
-    packed = np.zeros(-(-bits.size // 4), np.uint8)
+    packed = [np.empty(0, np.uint8)]
     steps = [np.empty(0, np.int8)]
     far = [np.empty(0, bits.dtype)]
-    # In slices, because new memory for the differences of a whole array would take most of the time.
-    for begin in range(0, bits.size, _SLICE):
-        part = bits[begin : begin + _SLICE]
-        difference = part - base_bits[begin : begin + _SLICE]
+    for part, before in blocks(bits, base_bits):
+        difference = part - before
         codes = difference.astype(np.uint8) & 3
         codes ^= codes >> 1  # -1 becomes 2
         is_other = (difference + 1).view(f"u{difference.itemsize}") > 2
@@ -51,12 +49,13 @@ def pack(values: NDArray[Any], base: NDArray[Any]) -> Packed | NDArray[Any] | No
         # Four codes are the bytes of a word, and move together.
         words = np.pad(codes, (0, -codes.size % 4)).view("<u4")
         words |= words >> 6
-        packed[begin // 4 : begin // 4 + words.size] = words | words >> 12
-    if not packed.any():
+        packed.append((words | words >> 12).astype(np.uint8))
+    quarters = np.concatenate(packed)
+    if not quarters.any():
         return None
     if sum(map(len, steps)) > bits.size // 2:
         return values
-    return packed, np.concatenate(steps), np.concatenate(far).view(values.dtype)
+    return quarters, np.concatenate(steps), np.concatenate(far).view(values.dtype)
 
 
 def unpack(packed: Packed, base: NDArray[Any]) -> NDArray[Any]:
@@ -74,9 +73,9 @@ def unpack(packed: Packed, base: NDArray[Any]) -> NDArray[Any]:
         raise IndexError(f"{counts} values of {bits.size} elements, where {needed} are needed")
     moves = np.array([0, 1, -1, 0], bits.dtype)
     far = far.view(bits.dtype)
-    for begin in range(0, bits.size, _SLICE):
-        part = bits[begin : begin + _SLICE]
-        codes = _CODES[quarters[begin // 4 : (begin + _SLICE) // 4]].reshape(-1)[: part.size]
+    for (part,) in blocks(bits):
+        packed_codes, quarters = np.split(quarters, [-(-part.size // 4)])
+        codes = _CODES[packed_codes].reshape(-1)[: part.size]
         part += moves[codes]
         (places,) = np.nonzero(codes == 3)
         others, steps = np.split(steps, [places.size])

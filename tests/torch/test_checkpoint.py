@@ -13,7 +13,7 @@ import pytest
 torch: Any = pytest.importorskip("torch", reason="torch is not installed")
 
 import gradwire.torch  # noqa: E402
-from gradwire import ulps  # noqa: E402
+from gradwire import arrays  # noqa: E402
 from gradwire.exchange import redistribute  # noqa: E402
 from gradwire.torch import checkpoint  # noqa: E402
 
@@ -194,7 +194,7 @@ def test_local_steps_before_a_checkpoint_count_in_the_agreement(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_bits_that_differ_are_restored(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ulps, "_SLICE", 64)
+    monkeypatch.setattr(arrays, "_BLOCK_NUMEL", 64)
     torch.manual_seed(0)
     base = torch.randn(1001).to(dtype)
     near = torch.nextafter(base, torch.full_like(base, torch.inf))

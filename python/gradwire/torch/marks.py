@@ -27,6 +27,7 @@ class Marks:
         # sums.
         self._layout: list[tuple[int, tuple[int, ...]]] = []
         self._samples: list[list[torch.Tensor]] = []
+        self._gaps: list[int] = []  # numbers of the tensors that are no whole piece of memory
 
     def set(self, tensors: Sequence[torch.Tensor]) -> None:
         """Mark tensors as they are now."""
@@ -45,13 +46,14 @@ class Marks:
     def _sums_of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         layout = [(tensor.data_ptr(), tensor.stride()) for tensor in tensors]
         if layout != self._layout:
-            ordered = map(_in_order, tensors)
+            ordered = list(map(_in_order, tensors))
             flat = [tensor.view(-1) for tensor in ordered if tensor.is_contiguous()]
             self._samples = _alike(sampled(flat))
+            self._gaps = [
+                index for index, tensor in enumerate(ordered) if not tensor.is_contiguous()
+            ]
             self._layout = layout
-        others = [
-            [tensor.reshape(-1)] for tensor in tensors if not _in_order(tensor).is_contiguous()
-        ]
+        others = [[tensors[index].reshape(-1)] for index in self._gaps]
         return [_sum_of_bits(torch.cat(samples)) for samples in (*self._samples, *others)]
 
 
