@@ -150,6 +150,7 @@ class Cluster:
     Attributes:
         now_s: the time, which passes only while everybody waits.
         random: the seeded source of every decision; tests may draw from it too.
+        turns: that have been taken.
     """
 
     def __init__(self, seed: int) -> None:
@@ -170,7 +171,7 @@ class Cluster:
         self._turns_left = 0
         self._failure: BaseException | None = None
         self._incarnations = itertools.count(1)
-        self._turns = 0
+        self.turns = 0
         self._plans: dict[int, list[Callable[[], None]]] = {}
 
     # ---- what a test does --------------------------------------------------------------------------------------------
@@ -300,8 +301,8 @@ class Cluster:
         """Let messages arrive and time pass until it is a worker's turn; None: it is the test's."""
         while self._turns_left and not self._until():
             self._turns_left -= 1
-            self._turns += 1
-            for planned in self._plans.pop(self._turns, ()):
+            self.turns += 1
+            for planned in self._plans.pop(self.turns, ()):
                 planned()
             if not self._running:
                 return None

@@ -222,8 +222,8 @@ def test_a_late_node_goes_on_alone_where_it_hears_of_both_deaths_at_once(seed: i
         first, second, _ = trainers
         world.kill(first.node)
         world.run(until=lambda: second.share.members == (late.node.peer,))
-        waits = world._turns + 20  # what it says arrives
-        world.run(until=lambda: world._turns > waits)
+        waits = world.turns + 20  # what it says arrives
+        world.run(until=lambda: world.turns > waits)
         world.kill(second.node)
         world.stopped.clear()
         world.run()

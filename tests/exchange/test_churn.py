@@ -117,7 +117,7 @@ class Churn:
         if node_id in self.busy or not trainer.lives or trainer.is_asked:
             return
         self.busy.add(node_id)
-        after = self.world._turns + random.randint(5, 300)
+        after = self.world.turns + random.randint(5, 300)
         what = random.choice(["kill", "stop", "drop", "cut", "leave"])
         others = [each.node for each in self.living if each is not trainer]
         if what == "kill":
@@ -127,7 +127,7 @@ class Churn:
         elif what in ("stop", "drop"):
             self.world.stopped.add(trainer.node)
             if what == "drop":
-                self.world.plan(self.world._turns + 3, lambda: self.drop(trainer))
+                self.world.plan(self.world.turns + 3, lambda: self.drop(trainer))
         elif others:
             self.world.cut(trainer.node, random.choice(others))
         self.world.plan(after, lambda: self.mend(node_id))
@@ -143,7 +143,7 @@ class Churn:
         """Let a node go on, or start it again, with all connections."""
         trainer = self.trainers[node_id]
         if trainer.is_asked and trainer.lives:
-            self.world.plan(self.world._turns + 20, lambda: self.mend(node_id))
+            self.world.plan(self.world.turns + 20, lambda: self.mend(node_id))
             return
         self.busy.discard(node_id)
         if not trainer.lives:
@@ -157,7 +157,7 @@ class Churn:
     def end(self) -> None:
         has_all = all(each.share._membership.phase == "in" for each in self.living)
         if self.busy or not has_all:
-            self.world.plan(self.world._turns + 50, self.end)
+            self.world.plan(self.world.turns + 50, self.end)
             return
         self.last_step = max(each.share.next_step for each in self.living) + 40
 

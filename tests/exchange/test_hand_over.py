@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -25,8 +26,19 @@ def exchange(node: FakeNode, count: int, **options: Any) -> gw.Exchange:
     return gw.Exchange(groups, node, min_peers=2, **options)
 
 
+def add_parameter(
+    share: gw.Exchange, node: FakeNode, params: list[NDArray[np.float32]], **options: Any
+) -> gw.Exchange:
+    hand_over(share, params)
+    following = exchange(node, 2, **options)
+    params.append(np.zeros(SHAPES[1], np.float32))
+    take_over(following, share, params, 1)
+    following.join(params)
+    return following
+
+
 def train_on(before: int, ends: Ends, **options: Any) -> Callable[[FakeNode, int], int]:
-    """Let two nodes add a parameter after so many steps, and the third one end; return how many train on together."""
+    """Let two nodes add a parameter after so many steps, and the third one end; return how many train on at most."""
 
     def work(node: FakeNode, rank: int) -> int:
         params = [np.zeros(SHAPES[0], np.float32)]
@@ -38,14 +50,15 @@ def train_on(before: int, ends: Ends, **options: Any) -> Callable[[FakeNode, int
         if rank == 2:
             ends(share, node, params)
             return 0
-        hand_over(share, params)
-        following = exchange(node, 2, **options)
-        params.append(np.zeros(SHAPES[1], np.float32))
-        take_over(following, share, params, 1)
-        following.join(params)
-        for _ in range(6):
+        following = add_parameter(share, node, params, **options)
+        members = 0
+        for _ in range(12):
+            node.cluster.compute(node, 0.5)
             following.step_moved(params)
-        return len(following.members) + 1
+            members = max(members, len(following.members) + 1)
+        following.end()
+        node.cluster.close(node)
+        return members
 
     return work
 
@@ -75,6 +88,25 @@ def test_a_node_that_dies_while_the_others_wait_for_it_does_not_end_them(
 
     for seed in range(10):
         assert run_cluster(train_on(seed % 3, ends, **options), seed=seed) == [2, 2, 0]
+
+
+@pytest.mark.parametrize("options", WAYS, ids=str)
+def test_a_node_that_dies_while_all_add_parameters_does_not_end_the_others(
+    options: dict[str, Any],
+) -> None:
+    """Who has its last message finishes the step, and must not go on before it has passed it on to who lacks it."""
+
+    def ends(share: gw.Exchange, node: FakeNode, params: list[NDArray[np.float32]]) -> None:
+        world = node.cluster
+        world.plan(world.turns + world.random.randint(1, 40), lambda: world.kill(node))
+        add_parameter(share, node, params, **options)
+        world.rest(node, math.inf)
+
+    for seed in range(25):
+        before = options.get("every", 1) + 1 + seed % 3  # all have met before
+        *others, dead = run_cluster(train_on(before, ends, **options), seed=seed)
+        assert min(others) >= 2
+        assert dead is None
 
 
 @pytest.mark.parametrize("options", WAYS, ids=str)

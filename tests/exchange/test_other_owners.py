@@ -172,7 +172,7 @@ def test_other_owners_are_refused_alike_while_nodes_come_and_go(
             elif event == "cut":
                 one, other = world.random.sample(trainers, 2)
                 world.cut(one.node, other.node)
-                turn = world._turns + world.random.randint(20, 80)
+                turn = world.turns + world.random.randint(20, 80)
                 world.plan(turn, lambda: world.connect(one.node, other.node))
             elif event == "newcomer":
                 trainers.append(Trainer(world, 25, 30, min_peers=3))

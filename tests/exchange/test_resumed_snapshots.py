@@ -230,7 +230,7 @@ def test_a_member_that_dies_or_comes_while_a_snapshot_travels_ends_with_identica
             world.run(until=lambda: arrived(newcomer) >= least or newcomer.joined is not None)
         dead = world.random.sample(trainers, 2)
         world.kill(dead[0].node)
-        turn = world._turns + world.random.randint(1, 60)
+        turn = world.turns + world.random.randint(1, 60)
         world.plan(turn, lambda: world.kill(dead[1].node))
         world.run()
     assert_identical([*trainers, newcomer, second])

@@ -398,6 +398,8 @@ class Departure:
         membership = self._membership
         named = decode_steps(payload)
         membership.add_reported(named)
+        if membership.phase is Phase.NEW:
+            return  # of an earlier training, perhaps with the same members, or of one that has begun without this node
         # Of this node's updates, if it is reported as gone.
         first_lacking = named.pop(membership.run, None)
         self._reports[reporter] = named

@@ -31,7 +31,7 @@ from .protocol import Introductions, Kind, NodeRun, Phase
 from .replica import Replica, check_params
 from .results import ExchangeStats, Joined, StepResult
 from .snapshot import NO_STATE, FixedState, NodeState, OptimizerState, as_state
-from .start import Start
+from .start import Start, wait_until_all_finish
 from .step import Step
 
 if TYPE_CHECKING:
@@ -647,7 +647,7 @@ def hand_over(
 ) -> StepResult:
     """Take the last step of an exchange, after which all members go on with another one on the same nodes.
 
-    When it is done, all have finished the step before, and nobody waits for this exchange any more.
+    When it is done, all members that are still there have finished it, and nobody waits for this exchange any more.
 
     Args:
         exchange: of this node, synchronous.
@@ -658,7 +658,8 @@ def hand_over(
     Raises:
         ValueError: the exchange is asynchronous.
         Mismatch: a member has done so after an earlier step.
-        NonFiniteUpdate, WouldBlock, TimeoutError, MessageError, Closed, Diverged: as ``Exchange.step_moved``.
+        TimeoutError: a member has not finished it within ``start_timeout_s``, or as ``Exchange.step_moved``.
+        NonFiniteUpdate, WouldBlock, MessageError, Closed, Diverged: as ``Exchange.step_moved``.
     """
     options = exchange._options
     if not options.is_sync:
@@ -677,6 +678,7 @@ def hand_over(
         exchange._replica.add_local_step(update, params)
     result = _take_local_step(exchange, params, finished, sends=True)
     result = exchange._finish_earlier(params) or result
+    wait_until_all_finish(exchange._start, exchange._replica.step)
     exchange._replica.make_residual(params)  # for `take_over`
     return result
 

@@ -95,6 +95,10 @@ class UpdateStream:
         """Number of updates that have arrived and are not applied."""
         return len(self._messages)
 
+    def has_begun(self, step: int) -> bool:
+        """Return whether the sender has gone on to a step, as far as notes and updates say."""
+        return step in self.notes or self.next_missing > step
+
     def accepts(self, step: int) -> bool:
         """Return whether the update of ``step`` is the next to arrive."""
         # A stream that begins on a new connection begins with whichever update arrives first. Everything before was
@@ -811,8 +815,9 @@ class Router:
             return False  # repeated while it waited: that it has begun is still to come
         last, held = self._held
         stream = self._membership.members.get(sender)
-        # Messages of a node arrive in order: what it has not sent before the introduction does not come any more.
-        if stream is not None and stream.next_missing <= last:
+        # Messages of a node arrive in order: what it has not sent before the introduction does not come any more. Of a
+        # node that is gone, the introduction may be an old one.
+        if stream is not None and stream.next_missing <= last and sender in self._connected:
             there = self._introductions.name_of(sender)
             raise Mismatch(
                 f"{there} has added parameters after an earlier step: add them after the same step on all nodes"

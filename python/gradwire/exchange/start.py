@@ -15,14 +15,14 @@ from .departure import Departure, Trainings
 from .membership import Membership, Router
 from .options import Options
 from .parameters import agreed_parameters
-from .protocol import Hello, Introductions, NodeRun, Phase
+from .protocol import Hello, Introductions, Kind, NodeRun, Note, Phase
 from .replica import Replica
 from .snapshot import NO_STATE, NodeState
 
 if TYPE_CHECKING:
     from ..transport import Node
 
-__all__ = ["Start"]
+__all__ = ["Start", "wait_until_all_finish"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -495,6 +495,32 @@ class Start:
     def expect_equalized(self, equalize: bool) -> None:
         """Accept nodes that begin with other parameters, because `equalize` follows, or refuse them."""
         self._equalizes = equalize
+
+
+def wait_until_all_finish(start: Start, following: int) -> None:
+    """Return when all members that are still there have finished the step before ``following``.
+
+    Until then one of them may need this node: both agree on the last update of a member that has died, and this node may
+    have to pass it on.
+
+    Raises:
+        TimeoutError: a member has not finished it in time.
+    """
+    membership = start._membership
+    router = start._router
+    router.send(Kind.NOTE, following, Note().encode(), router.participants())
+    timeout_s = start._options.longest_start_s
+    deadline_s = clock.now_s() + timeout_s
+    while membership.phase is Phase.IN:
+        here = membership.members.keys() - router.lost - membership.departing.keys()
+        unfinished = sorted(run for run in here if not membership.members[run].has_begun(following))
+        if not unfinished and router.flush():
+            return
+        if clock.now_s() >= deadline_s:
+            step = start._introductions.step_number(following - 1)
+            names = start._introductions.describe(unfinished)
+            raise TimeoutError(f"{names} has not finished step {step} after {timeout_s:g} s")
+        start._poll(clock.POLL_S)
 
 
 def _observers(introductions: Introductions) -> list[NodeRun]:
