@@ -44,6 +44,7 @@ from gradwire.spark.train import (  # noqa: E402
     Times,
     TrainingJob,
     Worker,
+    gather,
     is_over,
     pack,
 )
@@ -519,6 +520,36 @@ def test_an_epoch_that_is_cut_in_two_is_whole_in_the_history(tmp_path: Path, eve
     with pytest.raises(RuntimeError, match="the executor is lost"):
         Failing(job, Stage(0), Unwatched()).run(iter([rows]), contextlib.ExitStack())  # type: ignore[arg-type]
     assert history_of(work_alone(job, rows)) == history_of(whole)
+
+
+def test_rows_may_take_any_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spark computes them anew after an executor was lost: no attempt is used up for it, here or by those that wait."""
+    is_busy: list[bool] = []
+    found: list[bool] = []
+    waits: list[float | None] = []
+
+    class Watched(Unwatched):
+        @contextlib.contextmanager
+        def busy(self) -> Iterator[None]:
+            is_busy.append(True)
+            yield
+            is_busy.pop()
+
+    def batches() -> Iterator[Any]:
+        found.append(bool(is_busy))
+        yield rows_of(4)
+        found.append(bool(is_busy))
+
+    def noted(context: Any, timeout_s: float | None, *value: Any) -> Any:
+        waits.append(timeout_s)
+        return gather(context, timeout_s, *value)
+
+    monkeypatch.setattr("gradwire.spark.train.gather", noted)
+    job = local_job(checkpoints=Checkpoints(None, None, 1000))
+    LocalWorker(job, Stage(0), Watched()).run(batches(), contextlib.ExitStack())  # type: ignore[arg-type]
+    assert found == [False, False]
+    assert waits[0] is None
+    assert None not in waits[1:]
 
 
 def test_each_batch_for_validation_has_the_time_that_a_worker_has() -> None:

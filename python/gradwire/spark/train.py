@@ -264,12 +264,12 @@ def best_epoch(losses: list[float]) -> int:
     return min(range(len(losses)), key=lambda epoch: (math.isnan(losses[epoch]), losses[epoch]))
 
 
-def gather(context: Any, timeout_s: float, value: Any = None, **error: bool) -> list[Any]:
+def gather(context: Any, timeout_s: float | None, value: Any = None, **error: bool) -> list[Any]:
     """Return every worker's value; wait for the others.
 
     Args:
         context: of the task.
-        timeout_s: longest wait; Spark's own is a year.
+        timeout_s: longest wait; None: Spark's own, a year.
         value: anything that JSON has.
         error: ``is_final=``, if this worker failed.
 
@@ -589,7 +589,9 @@ class Worker(ModelReplica):
         torch.set_num_threads(max(1, context.cpus()))
         self.teams = teams_of(hosts_of(context), job.team_size)
         self.leads = sorted(team[0] for team in self.teams)
-        self.longest_wait_s = max(job.training.timeout_s, START_S)
+        # Without end for the others' rows: Spark may have to compute them anew, as after an executor was lost, and
+        # watches over its executors itself.
+        self.longest_wait_s: float | None = None
         self.trainer: SharedTrainer | AveragingTrainer
         self.history: list[dict[str, Any]] = []  # this worker's rows
         self.losses: list[float] = []  # with patience: the validation loss of every epoch
@@ -600,7 +602,7 @@ class Worker(ModelReplica):
         self, batches: Iterator[pa.RecordBatch], stack: contextlib.ExitStack
     ) -> list[tuple[str, bytes]]:
         """Train; return the history and the model, from one worker only. The connections end with the stack."""
-        training, held = spill(self.watched(batches), f"worker {self.rank}", self.job.columns)
+        training, held = spill(batches, f"worker {self.rank}", self.job.columns)
         names: list[str] = []
         while not names:
             with self.watch.busy():
@@ -608,6 +610,7 @@ class Worker(ModelReplica):
                     self.rank, self.workers, self.leads, is_warm=self.job.is_warm
                 )
             steps, names = self.agree(training, held, position)
+            self.longest_wait_s = max(self.job.training.timeout_s, START_S)
         self.connect(stack, names)
         self.longest_wait_s = self.job.training.timeout_s
         if state:
@@ -620,15 +623,6 @@ class Worker(ModelReplica):
         """Return every worker's value, see the function `gather`."""
         self.watch.tell_wait()
         return gather(self.context, self.longest_wait_s, value)
-
-    def watched(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Yield the rows, each batch within the time that a worker has."""
-        while True:
-            with self.watch.busy():
-                batch = next(batches, None)
-            if batch is None:
-                return
-            yield batch
 
     def agree(self, training: Spill, held: Spill, position: Position) -> tuple[int, list[str]]:
         """Return the number of steps per epoch, the same for all workers, and a name of each for its team.
