@@ -14,6 +14,7 @@ if not hasattr(fsdp, "fully_shard"):
 import torch.distributed.checkpoint as dcp  # noqa: E402
 from torch.distributed.checkpoint import state_dict as whole  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.tensor import parallel  # noqa: E402
 
 import gradwire as gw  # noqa: E402
 import gradwire.torch  # noqa: E402
@@ -104,6 +105,27 @@ def test_one_distributed_checkpoint_has_every_rank_s_shard_and_residual(
 ) -> None:
     for straight, again in two_ranks.run(resume_from_a_distributed_checkpoint, str(tmp_path)):
         assert all(map(torch.equal, straight, again))
+
+
+def refusal_of_tensor_parallelism(_: int) -> str:
+    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 4), torch.nn.LayerNorm(4))
+    plan = {"0": parallel.ColwiseParallel(), "1": parallel.RowwiseParallel()}
+    net = parallel.parallelize_module(net, init_device_mesh("cpu", (2,)), plan)
+    with gw.Node("127.0.0.1:0", secret=SECRET) as node:
+        exchange = gw.Exchange(gw.Encoder(60), node, min_peers=0)
+        with pytest.raises(
+            ValueError, match=r"3 of 6 parameters .* than the 2 .* \(4,\) in 1:"
+        ) as error:
+            SharedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), exchange)
+    return str(error.value)
+
+
+def test_parameters_that_several_ranks_of_a_sharded_model_have_whole_are_refused(
+    two_ranks: Ranks,
+) -> None:
+    # Every rank would send other elements of them: after 20 steps they differed by a tenth of their size.
+    for text in two_ranks.run(refusal_of_tensor_parallelism):
+        assert "drift apart" in text
 
 
 def refusal(_: int) -> str:

@@ -29,7 +29,7 @@ from .checkpoint import KEY, LoadedState, Values, dcp_caller, put_into, take_fro
 from .judge import Judgement, check_group, judge, pace_of, parameters_of, scaled_rates
 from .marks import Marks
 from .optimizer_state import SharedState
-from .staging import Staging, fetch_moved, is_same, snapshot, store, sums_of
+from .staging import Staging, check_shards, fetch_moved, is_same, snapshot, store, sums_of
 
 if TYPE_CHECKING:
     from ..exchange import AnyExchange, Joined, StepResult
@@ -115,7 +115,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         training: ends with this optimiser; None: the caller closes the node.
 
     Raises:
-        ValueError: ``update_scale`` is not "auto", nor positive and finite, or the exchange is an observer's.
+        ValueError: ``update_scale`` is out of range, the exchange is an observer's, or some parameters are not sharded.
         TypeError: ``optimizer`` or ``exchange`` has the wrong type.
 
     Example:
@@ -170,7 +170,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         self._stays_shared = False  # closed inside ``shared_parameters``
         self.result: StepResult | None = None
         names = names or {}
-        params = parameters_of(optimizer, names)
+        params = check_shards(parameters_of(optimizer, names))
         self._params = [self._staged_param(param, names.get(param, "")) for param in params]
         others = buffers if callable(buffers) else functools.partial(_numbered, tuple(buffers))
         self._state = SharedState(optimizer if share_state else None, self._params, others)
