@@ -21,6 +21,8 @@ __all__ = ["ParameterState", "ParameterStates", "scaled_threshold"]
 
 _STATE_FORMAT = 2
 
+_BLOCK_NUMEL = 1 << 18  # elements that are multiplied together
+
 # What an encoder's state has beside the residual.
 _PLAIN = "threshold", "step", "changed_at", "course"
 
@@ -86,7 +88,12 @@ class ParameterState:
 
     def rescale(self, factor: float) -> None:
         """Multiply residual, velocity and threshold."""
-        self.load_state_dict(_rescaled(self.state_dict(), factor))
+        state = self.encoder.state_dict()
+        _multiply(torch.from_numpy(state["residual"]), factor)
+        threshold = scaled_threshold(self.encoder.threshold, factor)
+        self.encoder.load_state_dict({**state, "threshold": threshold})
+        if self.velocity is not None:
+            _multiply(self.velocity, factor)
 
     def state_dict(self, unsent: Any = None) -> dict[str, Any]:
         """Return copies of residual and velocity as host tensors, and the rest of the encoder's state.
@@ -375,6 +382,15 @@ def _rescaled(state: dict[str, Any], factor: float) -> dict[str, Any]:
     scaled = {"threshold": scaled_threshold(state["threshold"], factor)}
     for name in ("residual", "velocity"):
         if (values := state[name]) is not None:
-            # No float32 is as large as the factor from a very small loss scale to a usual one.
-            scaled[name] = values.double().mul_(factor).to(values.dtype)
+            _multiply(multiplied := values.clone(), factor)
+            scaled[name] = multiplied
     return {**state, **scaled}
+
+
+def _multiply(values: torch.Tensor, factor: float) -> None:
+    """Multiply a contiguous tensor in place, block by block, because doubles of the whole would take twice its memory.
+
+    No float32 is as large as the factor from a very small loss scale to a usual one.
+    """
+    for block in values.view(-1).split(_BLOCK_NUMEL):
+        block.copy_(block.double().mul_(factor))
