@@ -271,7 +271,6 @@ class Endpoint:
             session.on_response(bytes(datagram), now_s)  # perhaps from another of its addresses
         else:
             session.on_control(counter, header, datagram[HEADER_BYTES:], address, now_s)
-            self._release_log()
 
     def _receive_init(self, datagram: bytes, address: Address, now_s: float) -> None:
         if len(datagram) != wire.INIT_BYTES:
@@ -324,6 +323,7 @@ class Endpoint:
     def poll(self, now_s: float) -> list[Transmit]:
         """Return the datagrams to send now; call again at once while it returns any."""
         self._notice_sleep(now_s)
+        self._release_log()  # looks at all peers, so once for all ACKs that have come together
         if now_s >= self.discovery.due_at_s and not self.is_closing:
             for address in self.discovery.due(now_s, *self.sessions.connected()):
                 self._new_session(address, now_s).start_initiator(now_s)
