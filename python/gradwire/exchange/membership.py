@@ -721,9 +721,9 @@ class Router:
             return None
         return [run for run in self._runs.values() if self._membership.gets_updates(run)]
 
-    def _peers_of(self, receiver: NodeRun | list[NodeRun]) -> Peer | list[Peer]:
+    def _peers_of(self, receiver: NodeRun | list[NodeRun]) -> Peer | set[Peer]:
         peer_of = self._introductions.peer_of
-        return peer_of(receiver) if isinstance(receiver, NodeRun) else list(map(peer_of, receiver))
+        return peer_of(receiver) if isinstance(receiver, NodeRun) else set(map(peer_of, receiver))
 
     def _most_bytes(self, outgoing: Outgoing) -> int:
         """Return how many bytes of a message all its receivers take at once."""

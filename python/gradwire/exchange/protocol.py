@@ -14,7 +14,7 @@ import logging
 import math
 import struct
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from ..agreement import Sketch
@@ -230,7 +230,7 @@ class Hello:
 
     def encode(self) -> bytes:
         """Return the document as bytes."""
-        return _to_json(asdict(self))
+        return _to_json(vars(self))
 
     @staticmethod
     def decode(payload: memoryview) -> Hello:
