@@ -119,6 +119,8 @@ class Departure:
         self._reports: dict[NodeRun, dict[NodeRun, int]] = {}
         self._last_report: dict[NodeRun, int] = {}
         self._relayed: set[tuple[NodeRun, int, int, frozenset[NodeRun]]] = set()
+        self.is_due = False  # whether `settle` is to follow the messages that have come
+        self._owes_report = False
         self._on_return: Callable[..., object] = dict  # does nothing, until it is set
         self._refusals = Refusals(membership)
         router.handle(Kind.REPORT, self._add_report)
@@ -168,11 +170,11 @@ class Departure:
             self.rejoin(f"{self._introductions.describe(gone)} {why}")
             return
         step = self._introductions.step_number(membership.next_step)
+        log = _LOG.info if all(map(self._introductions.has_finished, gone)) else _LOG.warning
+        log("step %d: %s %s", step, self._introductions.describe(gone), why)
         for run in gone:
-            _LOG.warning("step %d: %s %s", step, self._introductions.name_of(run), why)
             membership.mark_departing(run)
-        self.report()
-        self._settle_departures()
+        self._owes_report = self.is_due = True
 
     def handle_lost(self, lost: set[NodeRun], step: int) -> None:
         """Suspect members whose connection ended."""
@@ -430,10 +432,9 @@ class Departure:
             ]
             if gone:
                 self.suspect(gone, f"is gone, says {self._introductions.peer_of(reporter).address}")
-            elif self._own_report() != self._last_report:
-                # Only reports that name the same nodes are compared.
-                self.report()
-        self._settle_departures()
+            elif not self._owes_report:  # only reports that name the same nodes are compared
+                self._owes_report = self._own_report() != self._last_report
+        self.is_due = True
 
     def _still_sends(self, run: NodeRun, next_missing: int) -> bool:
         """Return whether a node that is gone, as others say, still has updates for this node."""
@@ -451,10 +452,13 @@ class Departure:
         if self._membership.phase is Phase.IN and hello and self._membership.run in hello.members:
             self._router.send(Kind.REPORT, 0, encode_steps({run: hello.first_step}), run)
 
-    def _settle_departures(self) -> None:
-        """Agree where all reports are in, relay missing updates, and remove members with nothing left to apply."""
-        if not self._membership.departing:
-            return
+    def settle(self) -> None:
+        """Report what is due, agree where all reports are in, relay missing updates, and remove who has none left."""
+        # Once for all messages that have come together: an answer to each of n goodbyes would be n reports to n nodes.
+        self.is_due = False
+        if self._owes_report:
+            self.report()
+            self._owes_report = False
         self._agree()
         if self._membership.phase is Phase.IN:
             self._relay()
@@ -484,23 +488,19 @@ class Departure:
         # One relay is enough: the first node by id that has all updates sends them. If it dies meanwhile, the voters
         # are others, and the next node sends them again.
         voters = frozenset(membership.peers)
+        reports = {run: self._reports[run] for run in voters & self._reports.keys()}
         for run, final in membership.finals.items():
-            reported = {
-                voter: self._reports[voter][run]
-                for voter in voters
-                if run in self._reports.get(voter, {})
-            }
-            lacking = [step for step in reported.values() if step < final]
-            has_holder_before = any(
-                step >= final and voter < membership.run for voter, step in reported.items()
-            )
-            if not lacking or membership.departing.get(run, 0) < final or has_holder_before:
+            stream = membership.members.get(run) or membership.past.get(run)
+            if stream is None or membership.departing.get(run, 0) < final:
+                continue
+            lacking = [report[run] for report in reports.values() if report.get(run, final) < final]
+            before = [reports[voter].get(run, -1) for voter in reports if voter < membership.run]
+            if not lacking or max(before, default=-1) >= final:
                 continue
             # The same relay twice would only cost bytes; another set of voters means that the first may not have
             # arrived.
             key = (run, min(lacking), final, voters)
-            stream = membership.members.get(run) or membership.past.get(run)
-            if key in self._relayed or stream is None:
+            if key in self._relayed:
                 continue
             self._relayed.add(key)
             for tag, payload in stream.raw(min(lacking), final):
@@ -558,7 +558,7 @@ class Departure:
             self.rejoin(f"{error}, and the others can use it")
             return
         self._membership.add_relayed(run, messages, payload)
-        self._settle_departures()
+        self.is_due = True
 
 
 def _members_of(membership: Membership, report: dict[NodeRun, int]) -> dict[NodeRun, int]:

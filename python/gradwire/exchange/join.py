@@ -113,6 +113,8 @@ class Join:
         """Send as much as there is space for, receive for up to ``timeout_s``, and find lost members."""
         if lost := self._router.receive(timeout_s):
             self._departure.handle_lost(lost, self._replica.step)
+        if self._departure.is_due:
+            self._departure.settle()
         if self._membership.phase in (Phase.NEW, Phase.JOINING):
             self._trainings.tell_members()
         elif self._is_async:
@@ -182,6 +184,9 @@ class Join:
         # The loss may come together with the new connection, whose introduction takes the reason away.
         self._departure.rejoin_if_dropped(membership.broken & {run})
         hello, before = self._introductions.read(run, payload)
+        # A node that comes in again is no departed one any more, and a report after that would not name it.
+        if self._departure.is_due and hello.phase is not Phase.LEAVING:
+            self._departure.settle()
         self._departure.heed_exclusions(run, hello)
         # Order matters below: a lost connection first, then misfits, then members, then nodes outside.
         if before is None:
@@ -261,6 +266,7 @@ class Join:
         absent = self._trainings.absent(admitted)
         if absent:
             self._departure.suspect(absent, "joins again")
+            self._departure.settle()
 
     def serve(self, params: Any, optimizer_state: NodeState) -> None:
         """Between two steps, give snapshots to the newcomers that have asked."""
