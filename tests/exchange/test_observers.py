@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -145,3 +147,43 @@ def test_a_node_that_comes_and_goes_before_the_start_is_not_waited_for(seed: int
         world.run()
         assert world.now_s < 12.0
     assert [worker.result for worker in results] == [[2, 3], [1, 3], [1, 2]]
+
+
+@pytest.mark.parametrize("role", ["member", "observer"])
+def test_only_a_member_that_dies_takes_the_last_update_with_it(role: Any) -> None:
+    """The replicas of an observer are not the training's: the last member ends as if it had been alone."""
+
+    def exchange(node: FakeNode, role: Any, least: int) -> gw.Exchange:
+        encoder = gw.Encoder(NUMEL, gw.FixedThreshold(2.0**-6))
+        return gw.Exchange(encoder, node, role=role, min_peers=least)
+
+    def train(node: FakeNode) -> bool:
+        share = exchange(node, "member", int(role == "member"))
+        params = START.copy()
+        share.join(params)
+        share.step(update(1, 0), params)
+        node.cluster.compute(node, 1.0)
+        last = [SimpleNamespace(peer=other.peer, backlog_records=3)]
+        paths = iter([last])  # then the other one is gone
+        node.stats = lambda: SimpleNamespace(peers=next(paths, []))  # type: ignore[method-assign,assignment,return-value]
+        is_lost = pytest.raises(gw.PeerLost, match="nobody else has it")
+        with is_lost if role == "member" else nullcontext():
+            share.end()
+        return True
+
+    def follow(node: FakeNode) -> None:
+        share = exchange(node, role, 1)
+        params = START.copy()
+        if role == "member":
+            share.join(params)
+            share.step(update(2, 0), params)
+        else:
+            share.follow(params, timeout_s=0.3)
+        node.cluster.compute(node, 100.0)
+
+    with cluster(1) as world:
+        first, other = world.node(1), world.node(2)
+        trained = world.start(first, lambda: train(first))
+        world.start(other, lambda: follow(other))
+        world.run(lambda: trained.is_done)
+    assert trained.result

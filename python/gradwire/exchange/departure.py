@@ -400,11 +400,9 @@ class Departure:
         membership = self._membership
         named = decode_steps(payload)
         membership.add_reported(named)
-        if membership.phase is Phase.NEW:
-            return  # of an earlier training, perhaps with the same members, or of one that has begun without this node
-        # Of this node's updates, if it is reported as gone.
-        first_lacking = named.pop(membership.run, None)
-        self._reports[reporter] = named
+        first_lacking = named.pop(membership.run, None)  # of this node's updates
+        if membership.phase is not Phase.NEW:  # or it is of an earlier training of the same nodes
+            self._reports[reporter] = named
         if reporter in membership.peers:
             self._refusals.take_back(named)
         # Three kinds of reporters: one that is no member here, and would wait for this node's reports for ever; one
@@ -599,11 +597,12 @@ def deliver(
     wait = clock.Wait("the last update is on its way", options.timeout_s)
     late: dict[NodeRun, int] = {}
     lost: set[NodeRun] = set()
+    observers = {run for run, hello in introductions.hellos.items() if hello.role == "observer"}
     while True:
         is_sent = router.flush()
         paths = router.node.stats().peers
         connected = {run_of(path.peer) for path in paths}
-        lost |= late.keys() - connected
+        lost |= late.keys() - connected - observers
         late = {run_of(path.peer): path.backlog_records for path in paths if path.backlog_records}
         if is_sent and not late:
             break

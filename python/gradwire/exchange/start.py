@@ -500,8 +500,8 @@ class Start:
 def wait_until_all_finish(start: Start, following: int) -> None:
     """Return when all members that are still there have finished the step before ``following``.
 
-    Until then one of them may need this node: both agree on the last update of a member that has died, and this node may
-    have to pass it on.
+    Until then one of them may need this node: both agree on the last update of a member that has died, and this node
+    may have to pass it on.
 
     Raises:
         TimeoutError: a member has not finished it in time.
