@@ -227,6 +227,28 @@ def test_values_that_are_not_finite_are_refused(options: Any) -> None:
         share.step(np.zeros(NUMEL, np.float32), params)
 
 
+@ways
+def test_an_update_that_is_not_finite_counts_as_nothing_that_the_caller_has_written(
+    options: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    with cluster(1) as world:
+        options = {"topology": "mesh", **options}
+        encoder = gw.Encoder(NUMEL, 1.0, keeps_residual=options.pop("keeps_residual", True))
+        share = gw.Exchange(encoder, world.node(1), min_peers=0, **options)
+        params = np.zeros(NUMEL, np.float32)
+        share.join(params)
+        for step in range(16):
+            one = update(0, step)
+            if step % 5 == 4:
+                one[3] = np.nan
+                with pytest.raises(gw.NonFiniteUpdate):
+                    share.step(one, params)
+            else:
+                share.step(one, params)
+    assert "written" not in caplog.text
+
+
 def test_a_node_that_only_follows_takes_the_written_parameters_too() -> None:
     def follow(node: FakeNode, members: list[Any]) -> list[float]:
         share = gw.Exchange(

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ..agreement import Agreement
 from ..arrays import check_order, copies, writable_views
 from ..codec import Encoder
-from ..errors import NotCopied
+from ..errors import NonFiniteUpdate, NotCopied
 from ..slices import slice_bytes_of
 from ..state import check_node, check_seconds
 from . import checkpoint
@@ -74,6 +74,8 @@ def _metered(take: _Method) -> _Method:
     def metered(self: Exchange, *args: Any, **options: Any) -> StepResult:
         try:
             result = self._meter.time(functools.partial(take, self, *args, **options))
+        except NonFiniteUpdate:
+            raise  # what has become of the parameters is remembered
         except BaseException:
             # An open step leaves them as they were, and what the caller has written is still to be noticed. Otherwise
             # the parameters may be anything in between.

@@ -250,8 +250,12 @@ class SharedCopy:
     def add_local_step(self, update: Any, params: Any) -> None:
         """Take a step of the caller's for it: add its update to its parameters, which run ahead."""
         self.copy_shared(params)
-        self.forget()  # also where only a part is finite
-        self.add_update(update, params, 1.0)
+        self.forget()
+        try:
+            self.add_update(update, params, 1.0)
+        except NonFiniteUpdate:
+            self.remember(params)  # the finite part was not written by the caller
+            raise
 
     def add_update(self, update: Any, params: Any, weight: float) -> None:
         """Let the caller's parameters hold its update, times a factor, which are to be encoded without a residual.
