@@ -85,12 +85,13 @@ def test_adaptive_optimizers_have_a_higher_default_density(
     make: Any, default: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Any] = []
+    make_training = gradwire.sharing.TrainingMaker.make
 
-    def keep(*arguments: Any, **options: Any) -> Any:
-        made.append(gradwire.sharing.training_for(*arguments, **options))
+    def keep(maker: Any, named: Any) -> Any:
+        made.append(make_training(maker, named))
         return made[-1]
 
-    monkeypatch.setattr(gradwire.jax, "training_for", keep)
+    monkeypatch.setattr(gradwire.sharing.TrainingMaker, "make", keep)
     gradwire.jax.share(make(0.05)).init(jax.numpy.zeros(2_000_000))
     assert made[0].exchange._groups.encoders[0].policy.density == default
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
-from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -19,7 +17,7 @@ from .errors import Closed, Mismatch, NonFiniteUpdate, is_failure
 from .exchange.checkpoint import params_of
 from .exchange.exchange import check_state as check_exchange_state
 from .exchange.local import LocalExchange
-from .sharing import Training, check_shapes, check_state, training_for
+from .sharing import Training, TrainingMaker, check_shapes, check_state, check_update_scale
 from .state import check_flag
 from .transport import Node
 
@@ -104,9 +102,7 @@ def share(
         raise TypeError(
             f"optimizer must be a GradientTransformation, got {reprlib.repr(optimizer)}"
         )
-    is_number = isinstance(update_scale, Real) and not isinstance(update_scale, bool)
-    if update_scale != "auto" and not (is_number and 0.0 < update_scale < math.inf):
-        raise ValueError(f'update_scale is {update_scale!r}, must be positive, or "auto"')
+    check_update_scale(update_scale)
     check_flag("share_state", share_state)
     import optax
 
@@ -179,15 +175,10 @@ def share(
             self.init.__self__.close(has_failed=is_failure(*error))
 
     def begin(named: Any, *, is_adaptive: bool) -> Training:
-        return training_for(
-            named,
-            density,
-            is_adaptive=is_adaptive,
-            node=node,
-            shakeup=shakeup,
-            clip=clip,
-            **options,
+        maker = TrainingMaker(
+            density, is_adaptive=is_adaptive, node=node, shakeup=shakeup, clip=clip, **options
         )
+        return maker.make(named)
 
     shared = _SharedUpdates(optimizer, begin, update_scale, share_state=share_state)
     return SharedTransformation(shared.init, shared.update)

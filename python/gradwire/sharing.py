@@ -45,8 +45,8 @@ __all__ = [
     "check_role",
     "check_shapes",
     "check_state",
+    "check_update_scale",
     "share",
-    "training_for",
 ]
 
 Density = float | Mapping[str, float | Literal["dense"]]
@@ -451,8 +451,8 @@ def share(
     check_arrays(arrays)
     writable_views(arrays)  # refuses before there is a node
     named = [(str(index), array) for index, array in enumerate(arrays)]
-    training = training_for(named, density, node=node, shakeup=shakeup, clip=clip, **options)
-    return SharedArrays(params, training)
+    maker = TrainingMaker(density, node=node, shakeup=shakeup, clip=clip, **options)
+    return SharedArrays(params, maker.make(named))
 
 
 def check_role(role: str | None) -> None:
@@ -466,6 +466,13 @@ def check_role(role: str | None) -> None:
             'role="observer" sends no updates, so there is nothing to share here: make a '
             'gradwire.Exchange(encoder, node, role="observer") of the members\' groups, and call its follow(params)'
         )
+
+
+def check_update_scale(scale: Any) -> None:
+    """Raise `ValueError` unless a factor of updates is a positive number, or "auto"."""
+    is_number = isinstance(scale, Real) and not isinstance(scale, bool)
+    if scale != "auto" and not (is_number and 0.0 < scale < math.inf):
+        raise ValueError(f'update_scale is {scale!r}, must be positive, or "auto"')
 
 
 def check_state(state: Any) -> None:
@@ -765,23 +772,6 @@ class TrainingMaker:
         if self._checked.codec == "threshold":
             exchange.listeners.append(_TensorWatch(named, groups, exchange.difference_of))
         return exchange if team is None else team.lead(exchange)
-
-
-def training_for(
-    named: Sequence[tuple[str, Any]],
-    density: Density | None,
-    *,
-    is_adaptive: bool = False,
-    node: Node | None,
-    shakeup: ShakeUp | None = None,
-    clip: ResidualClip | None = None,
-    **options: Unpack[ExchangeOptions],
-) -> Training:
-    """Return this process's part in a training of the parameters, see `TrainingMaker`."""
-    maker = TrainingMaker(
-        density, is_adaptive=is_adaptive, node=node, shakeup=shakeup, clip=clip, **options
-    )
-    return maker.make(named)
 
 
 def _tell_number(exchange: Exchange | LocalExchange, peer: Peer) -> None:

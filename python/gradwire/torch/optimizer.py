@@ -6,13 +6,11 @@ import functools
 import gc
 import inspect
 import logging
-import math
 import reprlib
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
 
 import numpy as np
@@ -22,7 +20,7 @@ from torch._compile import _disable_dynamo
 from ..arrays import copies, writable_views
 from ..errors import Closed, Mismatch, NonFiniteUpdate, is_failure
 from ..exchange import Exchange, LocalExchange, hand_over, take_over
-from ..sharing import check_role
+from ..sharing import check_role, check_update_scale
 from ..state import check_flag
 from . import checkpoint
 from .checkpoint import KEY, LoadedState, Values, dcp_caller, put_into, take_from
@@ -150,9 +148,7 @@ class SharedOptimizer(torch.optim.Optimizer):
             raise TypeError(f"exchange must be an Exchange, got {reprlib.repr(exchange)}")
         leader = exchange if isinstance(exchange, Exchange) else exchange.exchange
         check_role("member" if leader is None else leader._options.role)
-        is_number = isinstance(update_scale, Real) and not isinstance(update_scale, bool)
-        if update_scale != "auto" and not (is_number and 0.0 < update_scale < math.inf):
-            raise ValueError(f'update_scale is {update_scale!r}, must be positive, or "auto"')
+        check_update_scale(update_scale)
         check_flag("share_state", share_state)
         # Not super().__init__: param_groups, state and defaults are the wrapped optimiser's (__getattr__, __setattr__).
         for kind in _HOOKS:
