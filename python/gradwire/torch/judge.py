@@ -28,6 +28,8 @@ __all__ = [
 
 _LOG = logging.getLogger(__name__)
 
+_MUON = (torch.optim.Muon,) if hasattr(torch.optim, "Muon") else ()
+
 # torch's own optimisers that divide updates by the size of the gradients, or take only their signs or directions.
 _ADAPTIVE = (
     torch.optim.Adadelta,
@@ -40,15 +42,12 @@ _ADAPTIVE = (
     torch.optim.RMSprop,
     torch.optim.Rprop,
     torch.optim.SparseAdam,
-    *([torch.optim.Muon] if hasattr(torch.optim, "Muon") else []),
+    *_MUON,
 )
 _PROPORTIONAL = (torch.optim.SGD, torch.optim.ASGD, torch.optim.LBFGS)
 
 # Those with a weight decay apart from the gradient, besides those that say so in "decoupled_weight_decay".
-_DECAYING_APART = (
-    torch.optim.Adafactor,
-    *([torch.optim.Muon] if hasattr(torch.optim, "Muon") else []),
-)
+_DECAYING_APART = (torch.optim.Adafactor, *_MUON)
 
 # Those that divide a running mean of gradients, with the share betas[0], by the size of single gradients, or with
 # "momentum" add up gradients that are so divided.
@@ -313,16 +312,9 @@ def _decays_apart(
         start = [param.detach().clone() for param in params]
         _set_rates(trial, _RATE, decay)
         generator = torch.Generator().manual_seed(1)
-        take_step(
-            trial,
-            [
-                torch.randn(param.shape, generator=generator).to(param).mul_(_GRADIENT)
-                for param in params
-            ],
-        )
-        pairs = zip(params, start, strict=True)
-        moved.append(torch.cat([(param.detach() - before).flatten() for param, before in pairs]))
-    expected = -_RATE * _DECAY * torch.cat([before.flatten() for before in start])
+        take_step(trial, _random_grads(params, generator, _GRADIENT))
+        moved.append(_movement(params, start))
+    expected = -_RATE * _DECAY * torch.cat([before.flatten().cpu().double() for before in start])
     return torch.allclose(moved[1] - moved[0], expected, rtol=0.05, atol=1e-7)
 
 
@@ -351,11 +343,18 @@ def _last_update(
         if step == _STEPS - 1:
             _set_rates(trial, rate)
             before = [param.detach().clone() for param in params]
-        grads = [
-            torch.randn(param.shape, generator=generator).to(param).mul_(_GRADIENT * factor)
-            for param in params
-        ]
-        take_step(trial, grads)
+        take_step(trial, _random_grads(params, generator, _GRADIENT * factor))
+    return _movement(params, before)
+
+
+def _random_grads(
+    params: list[torch.Tensor], generator: torch.Generator, size: float
+) -> list[torch.Tensor]:
+    return [torch.randn(param.shape, generator=generator).to(param).mul_(size) for param in params]
+
+
+def _movement(params: list[torch.Tensor], before: list[torch.Tensor]) -> torch.Tensor:
+    """Return how far parameters have moved, as one vector."""
     pairs = zip(params, before, strict=True)
     return torch.cat([(param.detach() - start).flatten().cpu().double() for param, start in pairs])
 
