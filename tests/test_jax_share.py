@@ -820,7 +820,7 @@ def test_a_state_that_was_taken_is_what_a_node_gives_before_its_next_update() ->
     )
     states = [gradwire.jax._SharedState(is_shared=True) for _ in range(3)]
     for place, state in enumerate(states):
-        state.begin(optimizer.init(jax.numpy.full(4, float(place))))
+        state.set(optimizer.init(jax.numpy.full(4, float(place))), 0)
     states[0].set(optimizer.update(jax.numpy.ones(4), states[0].values)[1], 7)
     states[1].load(states[0].export())
     states[2].load(states[1].export())

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from . import ulps
-from .arrays import blocks, copies, nonfinite
+from .arrays import blocks, copies, nonfinite, put
 from .errors import Closed, Mismatch, NonFiniteUpdate, is_failure
 from .exchange.checkpoint import params_of
 from .exchange.exchange import check_state as check_exchange_state
@@ -110,15 +110,20 @@ def share(
         """The transformation; as a context manager it closes itself at the end."""
 
         @property
+        def _shared(self) -> _SharedUpdates:
+            # Not from the enclosing call: this class is part of a cycle, and would keep the training alive.
+            shared: _SharedUpdates = self.init.__self__
+            return shared
+
+        @property
         def result(self) -> StepResult | None:
             """Result of the last step."""
-            result: StepResult | None = self.init.__self__.result
-            return result
+            return self._shared.result
 
         @property
         def step_number(self) -> int:
             """Number of the training's next step, see `SharedArrays.step_number`."""
-            return int(self.init.__self__.step_number)
+            return self._shared.step_number
 
         def join(self) -> Any:
             """Take part from now on, after ``init``; return the parameters to begin with.
@@ -126,16 +131,15 @@ def share(
             They are rank 0's, or, of a node that comes late, the present ones. The first update joins otherwise, and
             moves the caller's parameters there.
             """
-            return self.init.__self__.join()
+            return self._shared.join()
 
         def shared(self) -> Any:
             """Return a copy of the parameters that all nodes share, without this node's residual."""
-            return self.init.__self__.shared()
+            return self._shared.shared()
 
         def state_dict(self) -> dict[str, Any]:
             """Return this node's parameters and the exchange's state; optax's state is what ``update`` returned."""
-            state: dict[str, Any] = self.init.__self__.state_dict()
-            return state
+            return self._shared.state_dict()
 
         def load_state_dict(self, state: dict[str, Any]) -> Any:
             """Continue from ``state``, after ``init`` and before the first update; return this node's parameters.
@@ -144,7 +148,7 @@ def share(
                 ValueError: the state is of other parameters, or as ``Exchange.load_state_dict``; nothing was loaded.
                 RuntimeError: training has begun; nothing was loaded.
             """
-            return self.init.__self__.load_state_dict(state)
+            return self._shared.load_state_dict(state)
 
         def catch_up(self) -> Any:
             """Finish the last step (``overlap``), or add what has arrived (``mode="async"``); return the parameters.
@@ -154,7 +158,7 @@ def share(
             Raises:
                 TimeoutError, MessageError, Closed: as ``Exchange.catch_up``.
             """
-            return self.init.__self__.catch_up()
+            return self._shared.catch_up()
 
         def leave(self) -> Any:
             """Send the rest of this node's updates, and end its part; return the parameters that all share then.
@@ -162,17 +166,17 @@ def share(
             Raises:
                 WouldBlock, TimeoutError, MessageError, Closed: as ``Exchange.leave``.
             """
-            return self.init.__self__.leave()
+            return self._shared.leave()
 
         def close(self) -> None:
             """End the training, if there is one."""
-            self.init.__self__.close()
+            self._shared.close()
 
         def __enter__(self) -> Any:
             return self
 
         def __exit__(self, *error: object) -> None:
-            self.init.__self__.close(has_failed=is_failure(*error))
+            self._shared.close(has_failed=is_failure(*error))
 
     def begin(named: Any, *, is_adaptive: bool) -> Training:
         maker = TrainingMaker(
@@ -185,7 +189,7 @@ def share(
 
 
 class _SharedUpdates:
-    """What a shared transformation does, and its training; the transformation's functions keep it alive.
+    """What the methods of a shared transformation do, and its training; the transformation's functions keep it alive.
 
     Args:
         optimizer: the wrapped transformation.
@@ -268,11 +272,11 @@ class _SharedUpdates:
         self._last_shared = None
         self.result = None
         state = ShareState(inner, self._decay and self._decay.init())
-        self._state.begin(state)
+        self._state.set(state, 0)
+        self._state.drop()
         return state
 
     def join(self) -> Any:
-        """Take part from now on; return the parameters to begin with."""
         training = self._opened()
         if self._scale == "auto" and self._is_adaptive:
             training.exchange.agreement.start(self._momentum)
@@ -286,7 +290,6 @@ class _SharedUpdates:
         return self._returned()
 
     def catch_up(self) -> Any:
-        """Finish the last step, or add what has arrived; return the parameters to go on with."""
         exchange = self._opened().exchange
         if not self._has_joined:
             return self.join()
@@ -331,7 +334,7 @@ class _SharedUpdates:
                     "sent; give finite values",
                     count,
                 )
-            _fill(self._leaves, before)
+            put(self._leaves, before)
         state = self._state.take(exchange.step_number) or state
         if any(matches) and not any(matches[: len(matches) - self._outdated]):
             # The gradient belongs to the parameters before `join`. It would mislead the optimiser for many steps, above
@@ -372,11 +375,9 @@ class _SharedUpdates:
 
     @property
     def step_number(self) -> int:
-        """Number of the training's next step."""
         return self._opened().exchange.step_number
 
     def shared(self) -> Any:
-        """Return a copy of the parameters that all nodes share."""
         if self._last_shared is not None:
             return self._given(self._last_shared)
         return self._given(self._opened().exchange.shared(self._leaves))
@@ -411,12 +412,11 @@ class _SharedUpdates:
         returned = _unpacked(state["returned"], params)
         check_shapes(returned, self._leaves)
         exchange.load_state_dict(saved)
-        _fill(self._leaves, params)
+        put(self._leaves, params)
         self._expected = [returned, exchange.shared(self._leaves), *self._expected]
         return self._given(returned)
 
     def leave(self) -> Any:
-        """Send the rest of this node's updates, and end its part; return the parameters that all share then."""
         exchange = self._opened().exchange
         if self._has_joined:
             self.result = exchange.leave(self._leaves, self._state)
@@ -481,11 +481,6 @@ class _SharedState:
         self._step = 0  # of the training's next update, when the state was that
         self._taken: tuple[Any, int] | None = None  # another node's, for the next update
         self._has_warned = False
-
-    def begin(self, values: Any) -> None:
-        """Begin with the state of a new training."""
-        self.set(values, 0)
-        self.drop()
 
     def set(self, values: Any, step: int) -> None:
         """Note the state with which the training's update of this number will begin."""
@@ -780,11 +775,6 @@ def _unpacked(saved: Sequence[Any], bases: Iterable[Any]) -> list[Any]:
         raise ValueError(
             f"the state's parameters cannot be read, and nothing was loaded: {error}"
         ) from error
-
-
-def _fill(leaves: Sequence[Any], values: Sequence[Any]) -> None:
-    for leaf, value in zip(leaves, values, strict=True):
-        leaf[...] = value
 
 
 def _is_close(array: Any, expected: Any) -> bool:
