@@ -114,7 +114,7 @@ class _Job:
     ready: "torch.cuda.Event | None" = None
     states: list[ParameterState] = field(default_factory=list)
     updates: list[torch.Tensor] = field(default_factory=list)
-    messages: list[Message | None] = field(default_factory=list)
+    messages: list[Any] = field(default_factory=list)
     gathered: list[Gathered] = field(default_factory=list)
 
     def put_back_messages(self) -> None:
@@ -327,10 +327,6 @@ class ThresholdState:
         self._finish_warmup_step()
         self._parameters.rescale(number)
 
-    def expect(self, names: list[tuple[str, int]] | None) -> None:
-        """Expect parameters of these names and sizes, as a copy does: the last one of the model first."""
-        self._parameters.expect(names)
-
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's residuals, policies, step and loss scale, as host tensors and plain numbers.
 
@@ -532,28 +528,24 @@ class ThresholdState:
 
     def _encode(self, job: _Job) -> None:
         """Encode every parameter of a bucket; an update that is not finite is reported and leaves None."""
-        states = self._parameters.of_bucket(job.parameters, job.staging.memory.dtype)
-        updates: list[torch.Tensor] = []
-        messages: list[Any] = []
+        job.states = self._parameters.of_bucket(job.parameters, job.staging.memory.dtype)
+        gradients = self._gradients(job.staging, job.states)
         refused: NonFiniteUpdate | None = None
-        # Filled from here on: an error in the middle leaves them to `revert`.
-        job.states = states
-        job.updates = updates
-        job.messages = messages
-        for state, gradient in zip(states, self._gradients(job.staging, states), strict=True):
-            updates.append(state.add_momentum(gradient))
+        # An error in the middle leaves the updates and messages so far to `revert`.
+        for state, gradient in zip(job.states, gradients, strict=True):
+            job.updates.append(state.add_momentum(gradient))
             try:
-                messages.append(state.encoder.encode(updates[-1]))
+                job.messages.append(state.encoder.encode(job.updates[-1]))
             except NonFiniteUpdate as error:
                 refused = refused or error
-                messages.append(None)
-        for index, message in enumerate(messages):
+                job.messages.append(None)
+        for index, message in enumerate(job.messages):
             if message is not None and not isinstance(message, Message):  # on a GPU
                 try:
                     message.check()  # waits
                 except NonFiniteUpdate as error:
                     refused = refused or error
-                    messages[index] = None
+                    job.messages[index] = None
         if refused is not None:
             # A training that has gone NaN stays so: one line tells, and the totals count the steps.
             is_first = not any(None in other.messages for other in self._jobs if other is not job)
@@ -589,7 +581,7 @@ class ThresholdState:
         scale = 1.0 / len(by_rank)
         gradients = _split(job.staging.memory, job.states)
         if self._gather is not None:
-            by_rank[self._gather.rank] = list(job.messages)  # type: ignore[arg-type]  # on a GPU not copied there again
+            by_rank[self._gather.rank] = list(job.messages)  # on a GPU not copied there again
         for gradient, messages in zip(gradients, zip(*by_rank, strict=True), strict=True):
             apply_many(messages, gradient, scale=scale, threads=self.threads)
         if self.factor_masking:
@@ -615,7 +607,7 @@ def _restored(
 ) -> ThresholdState:
     """Return a copy of a state, for parameters that buckets are still to bring."""
     copied = ThresholdState(**options)
-    copied.expect(names)
+    copied._parameters.expect(names)
     copied.load_state_dict(state)
     return copied
 

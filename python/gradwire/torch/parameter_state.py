@@ -81,10 +81,7 @@ class ParameterState:
 
     def check_rescale(self, factor: float) -> None:
         """Raise `ValueError` if the threshold, the residual or the velocity cannot be multiplied."""
-        scaled_threshold(self.encoder.threshold, factor)
-        for values in (self._residual, self.velocity):
-            if values is not None and values.numel():
-                _check_product(values, factor)
+        _check_rescale(self.encoder.threshold, self._residual, self.velocity, factor)
 
     def rescale(self, factor: float) -> None:
         """Multiply residual, velocity and threshold."""
@@ -148,16 +145,13 @@ class ParameterStates:
         trained = [
             (name, param.numel()) for param, name in self._names.items() if param.requires_grad
         ]
-        self.numel = 0
-        self.largest = 0
         self._set_order(trained[::-1])
         self._make_encoder = make_encoder
         self._momentum = momentum
         self._states: dict[torch.Tensor, ParameterState] = {}
         self._loaded: dict[str, dict[str, Any]] = {}
-        self._expected: deque[tuple[str, int]] = (
-            deque()
-        )  # those of a copy, which buckets are still to bring
+        # Those of a copy, which buckets are still to bring.
+        self._expected: deque[tuple[str, int]] = deque()
 
     def _set_order(self, names: Sequence[tuple[str, int]]) -> None:
         """Note names and sizes of the trainable parameters, from the last to the first."""
@@ -236,10 +230,7 @@ class ParameterStates:
         for state in self._states.values():
             state.check_rescale(factor)
         for loaded in self._loaded.values():
-            scaled_threshold(loaded["threshold"], factor)
-            for values in (loaded["residual"], loaded["velocity"]):
-                if values is not None and values.numel():
-                    _check_product(values, factor)
+            _check_rescale(loaded["threshold"], loaded["residual"], loaded["velocity"], factor)
         for state in self._states.values():
             state.rescale(factor)
         self._loaded = {name: _rescaled(state, factor) for name, state in self._loaded.items()}
@@ -339,14 +330,20 @@ def scaled_threshold(threshold: float, factor: float) -> float:
     return threshold * factor
 
 
-def _check_product(values: torch.Tensor, factor: float) -> None:
-    """Refuse a factor with which a finite value becomes infinite."""
-    largest = float(torch.linalg.vector_norm(values, math.inf)) if factor > 1.0 else 0.0
-    if largest * factor > torch.finfo(values.dtype).max:
-        raise ValueError(
-            f"a residual or velocity of {largest:g} times {factor:g} overflows {values.dtype}: use another loss scale "
-            "or factor"
-        )
+def _check_rescale(
+    threshold: float, residual: torch.Tensor, velocity: torch.Tensor | None, factor: float
+) -> None:
+    """Refuse a factor with which the threshold is none, or a finite value becomes infinite."""
+    scaled_threshold(threshold, factor)
+    for values in (residual, velocity):
+        if values is None or not values.numel() or factor <= 1.0:
+            continue
+        largest = float(torch.linalg.vector_norm(values, math.inf))
+        if largest * factor > torch.finfo(values.dtype).max:
+            raise ValueError(
+                f"a residual or velocity of {largest:g} times {factor:g} overflows {values.dtype}: use another loss "
+                "scale or factor"
+            )
 
 
 def _check_loaded(name: str, state: dict[str, Any]) -> None:
