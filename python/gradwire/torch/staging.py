@@ -24,7 +24,6 @@ __all__ = [
     "normal_tensors",
     "snapshot",
     "store",
-    "sum_of",
     "sums_of",
 ]
 
@@ -71,6 +70,7 @@ class Staging:
 
     Attributes:
         source: the tensor as given.
+        constants: the infinite elements, with zeros elsewhere; None without any.
 
     Raises:
         TypeError: the tensor's elements are not real floating-point numbers.
@@ -87,7 +87,7 @@ class Staging:
         self._kind = _kind_of(tensor)
         shard = self.tensor
         self._moves = on_host and shard.is_cuda
-        self._constants: torch.Tensor | None = None
+        self.constants: torch.Tensor | None = None
         self._copy: torch.Tensor | None = None
         if self._moves or shard.dtype not in _CODED:
             self._make_copy()
@@ -138,13 +138,8 @@ class Staging:
     def is_converted_on_device(self) -> bool:
         """Whether the memory is a copy on a device of a tensor there, with nothing but another dtype."""
         copy, tensor = self._copy, self.source
-        is_there = copy is not None and copy.is_cuda and tensor.is_cuda and self._constants is None
+        is_there = copy is not None and copy.is_cuda and tensor.is_cuda and self.constants is None
         return is_there and self.is_rounded and local_of(tensor).is_contiguous()
-
-    @property
-    def constants(self) -> torch.Tensor | None:
-        """The infinite elements, with zeros elsewhere; None without any."""
-        return self._constants
 
     def check_kind(self) -> None:
         """Refuse a tensor that is not what it was when it was shared.
@@ -177,7 +172,7 @@ class Staging:
         """Mark the infinite elements of another node's tensor, of which the memory has the finite ones; then store."""
         values = self.memory.clone()
         if constants is None:
-            self._constants = None
+            self.constants = None
         else:
             self._set_constants(constants)
         self.memory.copy_(values)
@@ -187,27 +182,27 @@ class Staging:
         """Set the tensor and the memory to values whose infinite elements are constants."""
         self._set_constants(values)
         self.memory.copy_(values)
-        if self._constants is not None:
-            self.memory.masked_fill_(self._constants.isinf().to(self.memory.device), 0.0)
+        if self.constants is not None:
+            self.memory.masked_fill_(self.constants.isinf().to(self.memory.device), 0.0)
         self.store()
 
     def complete(self, values: torch.Tensor) -> torch.Tensor:
         """Put the constants into values like the memory's; return the values."""
-        if self._constants is not None:
-            constants = self._constants.to(values)
+        if self.constants is not None:
+            constants = self.constants.to(values)
             infinite = constants.isinf()
             values[infinite] = constants[infinite]
         return values
 
     @normal_tensors
     def _set_constants(self, values: torch.Tensor) -> None:
-        self._constants = None
+        self.constants = None
         # Nearly always one pass without temporary values is enough: infinity makes the sum infinite, or NaN.
-        if bool(sum_of(values).isfinite()):
+        if bool(_sum_of(values).isfinite()):
             return
         infinite = values.isinf()
         if bool(infinite.any()):
-            self._constants = torch.where(infinite, values, 0.0).to(self.tensor)
+            self.constants = torch.where(infinite, values, 0.0).to(self.tensor)
             if self._copy is None:
                 self._make_copy()
 
@@ -218,10 +213,10 @@ class Staging:
         if self._copy is None:
             return self.memory
         self._copy.copy_(self.tensor)
-        if self._constants is not None:
+        if self.constants is not None:
             # A constant that was changed cannot be shared: as NaN it is refused by the encoder.
-            is_constant = self._constants.isinf()
-            is_kept = is_constant & (self.tensor == self._constants)
+            is_constant = self.constants.isinf()
+            is_kept = is_constant & (self.tensor == self.constants)
             self._copy.masked_fill_(is_constant.to(self._copy.device), torch.nan)
             self._copy.masked_fill_(is_kept.to(self._copy.device), 0.0)
         return self._copy
@@ -235,7 +230,7 @@ class Staging:
             return self.fetch()
         memory = self.memory
         tensor = self.tensor
-        if tensor.dtype in _HALVES and _is_plain(tensor) and self._constants is None:
+        if tensor.dtype in _HALVES and _is_plain(tensor) and self.constants is None:
             _core.add_moved(memory, tensor, _threads_for(tensor))
             return memory
         before = memory.clone()
@@ -245,17 +240,17 @@ class Staging:
     def written(self) -> torch.Tensor:
         """Return a copy of the tensor's values as the memory would have them, which stays as it is."""
         values = self.tensor.to(self.memory.dtype, copy=True)
-        if self._constants is not None:
-            values[self._constants.isinf()] = 0.0
+        if self.constants is not None:
+            values[self.constants.isinf()] = 0.0
         return values
 
     @property
     def has_constants(self) -> bool:
         """Whether the infinite elements, if there are any, are what they were."""
-        if self._constants is None:
+        if self.constants is None:
             return True
-        infinite = self._constants.isinf()
-        return bool((self.tensor == self._constants)[infinite].all())
+        infinite = self.constants.isinf()
+        return bool((self.tensor == self.constants)[infinite].all())
 
     def store(self) -> torch.Tensor:
         """Return the tensor with the values of the memory."""
@@ -351,7 +346,7 @@ def sums_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return a number for each tensor, or none for an empty one, which is not finite if one of its elements is not."""
     filled = [tensor for tensor in tensors if tensor.numel()]
     if not filled or not all(tensor.is_cuda for tensor in filled):
-        return [sum_of(tensor) for tensor in filled]
+        return [_sum_of(tensor) for tensor in filled]
     # A launch for each tensor would take longer than reading it.
     return list(torch._foreach_norm(filled, math.inf))
 
@@ -372,7 +367,7 @@ def _parts_of(tensor: Any) -> int:
     return math.prod(size for placement, size in sizes if not placement.is_replicate())
 
 
-def sum_of(tensor: torch.Tensor) -> torch.Tensor:
+def _sum_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a sum of all elements, which is not finite if one of them is not.
 
     A sum in another dtype than the tensor's takes a copy of it. Those of float16 need that: they exceed its range.
