@@ -761,14 +761,13 @@ class Worker(AbstractContextManager["Worker"]):
                 _publish(self.node, None, _Kind.HELLO, numbers)
         messages = self.node.receive(timeout_s)
         self._note_joined()  # before a welcome over this connection is taken
-        for peer, tag, received in messages:
-            kind, payload = tag, received
+        for peer, kind, payload in messages:
             try:
                 if kind == _Kind.SLICE:
                     if peer != self._host:
                         continue
                     self._ask_at_s = time.monotonic() + _RETRY_S
-                    whole = self._channel.add_slice(peer, received)
+                    whole = self._channel.add_slice(peer, payload)
                     if whole is None:
                         continue
                     kind, payload = whole
@@ -811,24 +810,25 @@ class Worker(AbstractContextManager["Worker"]):
     def _is_host(self, body: memoryview) -> bool:
         """Return whether this describes a host of this worker."""
         try:
-            document = json.loads(bytes(body))
-            check_format(document, _FORMAT)
-            expected = layouts(self.params or self._given) or document["layout"]
-            return document["layout"] == expected and self.name in (None, document["name"])
-        except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
+            self._check_host(json.loads(bytes(body)), "it")
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError, Mismatch):
             return False
+        return True
 
-    def _enter(self, host: Peer, version: int, status: list[int], document: Any) -> None:
-        """Begin with a host, or begin again after it was restarted or the connection was lost."""
-        who = f"the host at {host.address}"
+    def _check_host(self, document: Any, who: str) -> None:
+        """Raise an error unless this describes a host of this worker."""
         check_format(document, _FORMAT, who)
         expected = layouts(self.params or self._given) or document["layout"]
         if document["layout"] != expected:
             raise Mismatch(f"{who} has {document['layout']}, this worker {expected}")
         if self.name not in (None, document["name"]):
             raise Mismatch(f"{who} has the model {document['name']!r}, this worker {self.name!r}")
+
+    def _enter(self, host: Peer, version: int, status: list[int], document: Any) -> None:
+        """Begin with a host, or begin again after it was restarted or the connection was lost."""
+        self._check_host(document, f"the host at {host.address}")
         if self.name is None and not self.params:
-            self._flat, self.params = _flat_and_views(expected)
+            self._flat, self.params = _flat_and_views(document["layout"])
         elif self.name is not None and (self._model is None or not self._model.is_live):
             try:
                 self._model = HostedModel.attach(self.name)
