@@ -498,77 +498,6 @@ def check_shapes(saved: Sequence[Any], params: Sequence[Any]) -> None:
             raise ValueError(f"array {index} of the state is of {dtype}, must be of numbers")
 
 
-def _groups_for(
-    named: Sequence[tuple[str, Any]],
-    density: Density | None,
-    *,
-    is_adaptive: bool,
-    every: int,
-    device: str,
-    processors: int,
-    keeps_residual: bool,
-    schedules: Mapping[str, Any],
-    optimizer_groups: Sequence[int],
-) -> Groups:
-    """Return one group of all tensors with the same density, which is the default where none is given.
-
-    All of them share a threshold and a message: a threshold for every tensor sends what moves little as often as what
-    moves much. But not those of several groups of an optimiser: at a hundred times the learning rate of the others, a
-    few parameters would be sent in steps of the others' size, and stay behind for hundreds of them.
-    Frozen parameters have a group of their own: the densities are those of the model without them.
-    """
-    given = density if isinstance(density, Mapping) else {}
-    patterns = {_checked_pattern(key): _checked_density(value) for key, value in given.items()}
-    rest = None if isinstance(density, Mapping) else _checked_density(density)
-    by_density: dict[tuple[bool, float | str | None, int], list[int]] = {}
-    numel_of_value: Counter[float | str | None] = Counter()
-    used = set()
-    # As fnmatchcase, which compiles a pattern again wherever there are more of them than its cache holds.
-    matchers = {pattern: re.compile(translate(pattern)).match for pattern in patterns}
-    for index, (name, array) in enumerate(named):
-        pattern = next((each for each, match in matchers.items() if match(name)), None)
-        used.add(pattern)
-        value: float | str | None = rest if pattern is None else patterns[pattern]
-        key = _is_frozen(array), value, optimizer_groups[index]
-        by_density.setdefault(key, []).append(index)
-        numel_of_value[value] += math.prod(array.shape)
-    # A pattern without a parameter is a typing error, which would train with another density than intended.
-    unused = [pattern for pattern in patterns if pattern not in used]
-    if unused:
-        names = ", ".join(name for name, _ in named[:6])
-        raise ValueError(
-            f"density: {', '.join(unused)} matches no parameter that an earlier pattern leaves; the names are {names}"
-            f"{', ...' if len(named) > 6 else ''}"
-        )
-    dtype = "float64" if any("float64" in str(array.dtype) for _, array in named) else "float32"
-    numel_of = {
-        is_frozen: sum(
-            math.prod(array.shape) for _, array in named if _is_frozen(array) == is_frozen
-        )
-        for is_frozen in (False, True)
-    }
-    groups = []
-    for number, ((is_frozen, value, _), indices) in enumerate(by_density.items()):
-        numel = sum(math.prod(named[index][1].shape) for index in indices)
-        policy = default_policy(numel_of[is_frozen], is_adaptive=is_adaptive, every=every)
-        if isinstance(value, float):
-            policy = _policy(value, numel_of_value[value])
-        threads = max(1, min(processors, numel // _THREAD_NUMEL))
-        encoder = Encoder(
-            numel,
-            policy,
-            dtype=dtype,
-            device=device,
-            key=number,
-            threads=threads,
-            keeps_residual=keeps_residual,
-            **schedules,
-        )
-        tensors = tuple(indices) if len(by_density) > 1 else None
-        groups.append(Group(encoder, tensors, is_dense=value == "dense"))
-    return Groups(groups)
-
-
 def _is_frozen(array: Any) -> bool:
     """Return whether a parameter is one of torch's that takes no gradient; arrays are never known to be."""
     return getattr(array, "is_leaf", False) and not array.requires_grad
@@ -637,7 +566,7 @@ class TrainingMaker:
         **options: Unpack[ExchangeOptions],
     ) -> None:
         self._density = density
-        self._schedules = {"shakeup": shakeup, "clip": clip}
+        self._schedules: dict[str, Any] = {"shakeup": shakeup, "clip": clip}
         self._is_adaptive = is_adaptive
         self._node = node
         self._is_own_node = node is None
@@ -725,21 +654,67 @@ class TrainingMaker:
     def _groups(
         self, named: Sequence[tuple[str, Any]], optimizer_groups: Sequence[int] | None
     ) -> Groups:
+        """Return one group of all tensors with the same density, which is the default where none is given.
+
+        All of them share a threshold and a message: a threshold for every tensor sends what moves little as often as
+        what moves much. But not those of several groups of an optimiser: at a hundred times the learning rate of the
+        others, a few parameters would be sent in steps of the others' size, and stay behind for hundreds of them.
+        Frozen parameters have a group of their own: the densities are those of the model without them.
+        """
         if not named:
             raise ValueError("there are no parameters to share")
+        density = self._density
+        given = density if isinstance(density, Mapping) else {}
+        patterns = {_checked_pattern(key): _checked_density(value) for key, value in given.items()}
+        rest = None if isinstance(density, Mapping) else _checked_density(density)
+        by_density: dict[tuple[bool, float | str | None, int], list[int]] = {}
+        numel_of_value: Counter[float | str | None] = Counter()
+        numel_of: Counter[bool] = Counter()  # of the frozen parameters, and of the others
+        used = set()
+        # As fnmatchcase, which compiles a pattern again wherever there are more of them than its cache holds.
+        matchers = {pattern: re.compile(translate(pattern)).match for pattern in patterns}
+        for index, (name, array) in enumerate(named):
+            pattern = next((each for each, match in matchers.items() if match(name)), None)
+            used.add(pattern)
+            value: float | str | None = rest if pattern is None else patterns[pattern]
+            is_frozen = _is_frozen(array)
+            group = optimizer_groups[index] if optimizer_groups else 0
+            by_density.setdefault((is_frozen, value, group), []).append(index)
+            numel_of_value[value] += math.prod(array.shape)
+            numel_of[is_frozen] += math.prod(array.shape)
+        # A pattern without a parameter is a typing error, which would train with another density than intended.
+        unused = [pattern for pattern in patterns if pattern not in used]
+        if unused:
+            names = ", ".join(name for name, _ in named[:6])
+            raise ValueError(
+                f"density: {', '.join(unused)} matches no parameter that an earlier pattern leaves; the names are "
+                f"{names}{', ...' if len(named) > 6 else ''}"
+            )
         number = -1 if self._is_team else device_of([array for _, array in named])
-        return _groups_for(
-            named,
-            self._density,
-            is_adaptive=self._is_adaptive,
-            every=self._checked.every,
-            device="cpu" if number < 0 else f"cuda:{number}",
-            # The workers of a team wait while their leader encodes.
-            processors=_processors() // (1 if self._is_team else self._place.local_size),
-            keeps_residual=self._keeps_residual,
-            schedules=self._schedules,
-            optimizer_groups=optimizer_groups or [0] * len(named),
-        )
+        # The workers of a team wait while their leader encodes.
+        processors = _processors() // (1 if self._is_team else self._place.local_size)
+        is_double = any("float64" in str(array.dtype) for _, array in named)
+        groups = []
+        for key, ((is_frozen, value, _), indices) in enumerate(by_density.items()):
+            numel = sum(math.prod(named[index][1].shape) for index in indices)
+            policy = default_policy(
+                numel_of[is_frozen], is_adaptive=self._is_adaptive, every=self._checked.every
+            )
+            if isinstance(value, float):
+                policy = _policy(value, numel_of_value[value])
+            encoder = Encoder(
+                numel,
+                policy,
+                dtype="float64" if is_double else "float32",
+                device="cpu" if number < 0 else f"cuda:{number}",
+                key=key,
+                threads=max(1, min(processors, numel // _THREAD_NUMEL)),
+                keeps_residual=self._keeps_residual,
+                **self._schedules,
+            )
+            tensors = tuple(indices) if len(by_density) > 1 else None
+            groups.append(Group(encoder, tensors, is_dense=value == "dense"))
+        return Groups(groups)
 
     def _team(self) -> LocalTeam:
         name = rendezvous.name_of(self._place)
