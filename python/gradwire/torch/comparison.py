@@ -12,7 +12,6 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from statistics import fmean, median, stdev
@@ -536,7 +535,8 @@ class Recorder:
         measured.exchange_s.append(self._exchange_s)
         measured.backward_s.append(self._backward_s)
         measured.losses.append(fmean(self._losses) if self._losses else math.nan)
-        self._last_s, self._exchange_s, self._backward_s = now_s, 0.0, 0.0
+        self._last_s = now_s
+        self._exchange_s = self._backward_s = 0.0
         self._losses.clear()
         steps = len(measured.losses)
         if self._link is not None and self._kind != KINDS[2] and steps == _WARM_UP + _TIMED_ON_LINK:
@@ -594,7 +594,7 @@ class _Plain(torch.optim.Optimizer):
 
     def shared_parameters(self) -> contextlib.AbstractContextManager[None]:
         """Return a context that changes nothing: the parameters are all ranks' already."""
-        return nullcontext()
+        return contextlib.nullcontext()
 
 
 def _grad(param: torch.Tensor) -> torch.Tensor:

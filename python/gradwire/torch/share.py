@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -105,7 +105,7 @@ def share(
             raise ValueError(
                 "this rank is not in process_group: give each rank its own machine's group"
             )
-    tensors = _Untrained(inner, params)
+    tensors = _Untrained(inner, {name for name, _ in named})
     tensors.check()
     judgement = judge(optimizer)
     maker = TrainingMaker(
@@ -249,12 +249,12 @@ class _Untrained:
 
     Args:
         model: whose buffers may be replaced by others.
-        params: of the optimiser, until `follow`.
+        names: of the optimiser's parameters.
     """
 
-    def __init__(self, model: torch.nn.Module, params: Sequence[torch.Tensor]) -> None:
+    def __init__(self, model: torch.nn.Module, names: Set[str]) -> None:
         self._model = model
-        self._names = {name for name, _ in _named(_names(model), params)}
+        self._names = names
         self._find: Any = lambda: None
 
     def follow(self, optimizer: SharedOptimizer) -> None:
@@ -299,11 +299,12 @@ class _Untrained:
         untrained = dict(self._parameters())
         if not untrained:
             return
-        names = [name for name, param in untrained.items() if param.requires_grad]
-        text = f"{', '.join((names or list(untrained))[:_NAMED_MAX])}"
-        if len(names or untrained) > _NAMED_MAX:
-            text += f" and {len(names or untrained) - _NAMED_MAX} more"
-        if names:
+        trainable = [name for name, param in untrained.items() if param.requires_grad]
+        names = trainable or list(untrained)
+        text = ", ".join(names[:_NAMED_MAX])
+        if len(names) > _NAMED_MAX:
+            text += f" and {len(names) - _NAMED_MAX} more"
+        if trainable:
             _LOG.warning(
                 "share() does not train %d parameters of the model that require gradients, because they are not the "
                 "optimiser's: %s. They begin as rank 0's; unless another share() trains them, each rank has its own",
