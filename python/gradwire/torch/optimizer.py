@@ -18,7 +18,7 @@ import torch
 from torch._compile import _disable_dynamo
 
 from ..arrays import copies, writable_views
-from ..errors import Closed, Mismatch, NonFiniteUpdate, is_failure
+from ..errors import Closed, Mismatch, NonFiniteUpdate, NotCopied, is_failure
 from ..exchange import Exchange, LocalExchange, hand_over, take_over
 from ..sharing import check_role, check_update_scale
 from ..state import check_flag
@@ -76,7 +76,12 @@ def _hooked(step: Callable[..., Any]) -> Callable[..., Any]:
     return hooked
 
 
-class SharedOptimizer(torch.optim.Optimizer):
+class SharedOptimizer(
+    NotCopied,
+    torch.optim.Optimizer,
+    instead="save optimizer.state_dict(), and load it into what share() returns; copy.deepcopy(optimizer.optimizer) "
+    "copies the wrapped optimiser",
+):
     """Runs an optimiser and shares its updates, as Deeplearning4j does.
 
     Every node has an optimiser with its own state and gradients. The update is the difference between the parameters
@@ -163,7 +168,6 @@ class SharedOptimizer(torch.optim.Optimizer):
         self._extend = extend
         # While the model holds the shared parameters.
         self._set_aside: Values | None = None
-        self._stays_shared = False  # closed inside ``shared_parameters``
         self.result: StepResult | None = None
         names = names or {}
         params = check_shards(parameters_of(optimizer, names))
@@ -236,22 +240,6 @@ class SharedOptimizer(torch.optim.Optimizer):
             object.__setattr__(self, name, value)
         else:
             setattr(inner, name, value)
-
-    def __reduce_ex__(self, _protocol: Any) -> NoReturn:
-        """Refuse copies and pickles.
-
-        Raises:
-            TypeError: always.
-        """
-        raise TypeError(
-            "a shared optimiser cannot be copied or pickled, because it has this node's connections: save "
-            "optimizer.state_dict(), and load it into what share() returns; copy.deepcopy(optimizer.optimizer) copies "
-            "the wrapped optimiser"
-        )
-
-    def __setstate__(self, state: dict[str, Any]) -> NoReturn:
-        """Refuse the state of a pickle, see ``__reduce_ex__``."""
-        self.__reduce_ex__(state)
 
     def __repr__(self) -> str:
         return f"SharedOptimizer({self.optimizer!r})"
@@ -379,11 +367,11 @@ class SharedOptimizer(torch.optim.Optimizer):
     def _leave_shared(self) -> None:
         """Let the model hold the shared parameters for good, but for what was written into it since the last step."""
         if self._set_aside is not None:
-            self._stays_shared = True
-        elif self._has_joined or (self._loaded is not None and self._loaded.is_restored):
+            return  # inside ``shared_parameters``
+        if self._has_joined or (self._loaded is not None and self._loaded.is_restored):
             checkpoint.check_kinds(self._params)
             self.take_returned()
-            is_left = self._are_as_left(writable_views(self._memory[0]))
+            is_left = self._are_as_left()
             # A checkpoint has this node's own parameters from now on, too.
             self._set_aside = self._swap_shared(is_left)
 
@@ -449,7 +437,8 @@ class SharedOptimizer(torch.optim.Optimizer):
             raise
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
-        if self._has_no_rate() and dcp_caller("_init_optim_state") is not None:
+        has_rate = any(group.get("lr") for group in self.optimizer.param_groups)
+        if not has_rate and dcp_caller("_init_optim_state") is not None:
             return self.optimizer.step()
         self._check_parameters()
         loss = None
@@ -514,7 +503,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         try:
             yield
         finally:
-            if not self._stays_shared:
+            if not self._is_closed:
                 self._set_aside = None
                 self._set_values(values)
                 if is_as_left:
@@ -526,11 +515,9 @@ class SharedOptimizer(torch.optim.Optimizer):
 
     def shared_tensors(self) -> list[torch.Tensor]:
         """Return copies of the shared parameters, in host memory, in the order in which they were shared."""
-        shared = self.shared_or_none()
-        own = [staging.tensor for staging in self._params]
         return [
             tensor.to("cpu", copy=True) if values is None else values
-            for tensor, values in zip(own, shared, strict=True)
+            for tensor, values in zip(self._tensors(), self.shared_or_none(), strict=True)
         ]
 
     def shared_or_none(self) -> list[torch.Tensor | None]:
@@ -545,36 +532,34 @@ class SharedOptimizer(torch.optim.Optimizer):
         if self.has_ended:
             return [None] * len(self._params)
         checkpoint.check_kinds(self._params)
-        arrays = writable_views(self._memory[0])
         is_restored = self._loaded is not None and self._loaded.is_restored
         if self._set_aside is not None:
-            shared = copies(arrays)  # as the model has them now
-            is_left = [True] * len(arrays)
+            shared = copies(self._arrays())  # as the model has them now
+            is_left = [True] * len(shared)
         elif self._has_joined or is_restored:
-            shared = self.exchange.shared(arrays)
-            is_left = self._are_as_left(arrays)
+            shared = self.exchange.shared(self._arrays())
+            is_left = self._are_as_left()
         else:
-            return [None] * len(arrays)
+            return [None] * len(self._params)
         return [
             staging.complete(torch.from_numpy(array)) if flag else None
             for staging, array, flag in zip(self._params, shared, is_left, strict=True)
         ]
 
     def _shared_arrays(self, copied: Any = None) -> list[np.ndarray[Any, Any]]:
-        return self._complete(copied or self.exchange.shared(writable_views(self._memory[0])))
+        return self._complete(copied or self.exchange.shared(self._arrays()))
 
     def _complete(self, arrays: list[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
         """Put the parameters' infinite elements, which no sum contains, into arrays like the codec's memory."""
         for staging, array in zip(self._params, arrays, strict=True):
-            if staging.constants is not None:
-                staging.complete(torch.from_numpy(array))
+            staging.complete(torch.from_numpy(array))
         return arrays
 
-    def _are_as_left(self, arrays: list[Any]) -> list[bool]:
+    def _are_as_left(self) -> list[bool]:
         """Return for each parameter whether no other weights were copied into it since the last step."""
         if self._has_joined and not self.exchange.is_settled:
-            return [self._marks.hold(self._tensors())] * len(arrays)
-        is_left = self.exchange.held(arrays)
+            return [self._marks.hold(self._tensors())] * len(self._params)
+        is_left = self.exchange.held(self._arrays())
         for index in self._loaded.written if self._loaded else ():
             is_left[index] = False
         if self.exchange.has_local_steps:
@@ -615,7 +600,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         """Tell the exchange if the caller has written into the parameters since the last step."""
         self.take_returned()
         is_marked = self._marks.hold(self._tensors())
-        if is_marked or all(self._are_as_left(writable_views(self._memory[0]))):
+        if is_marked or all(self._are_as_left()):
             return
         if not all(staging.has_constants for staging in self._params):
             return  # the step refuses that
@@ -731,7 +716,7 @@ class SharedOptimizer(torch.optim.Optimizer):
             return self._loaded.stored
         checkpoint.check_kinds(self._params)
         is_open = self._has_joined and self._set_aside is None and not self._is_closed
-        is_left = self._are_as_left(writable_views(self._memory[0])) if is_open else []
+        is_left = self._are_as_left() if is_open else []
         own = self._set_aside or checkpoint.seen(self._params, self._fetch_rounded())
         state = self.exchange.state_dict(own[0])
         shared = self._shared_arrays(state.get("shared"))
@@ -808,7 +793,7 @@ class SharedOptimizer(torch.optim.Optimizer):
         """Give the model this node's parameters of a loaded state, unless it lacks the shared ones."""
         for staging in self._params:
             staging.mark_constants()
-        params = self._complete(copies(writable_views(self._memory[0])))
+        params = self._complete(copies(self._arrays()))
         half_dtypes = [
             staging.tensor.dtype if staging.is_rounded else None for staging in self._params
         ]
@@ -854,10 +839,9 @@ class SharedOptimizer(torch.optim.Optimizer):
         # A checkpoint, or another worker of this machine, may have the same parameters: then nothing has changed.
         if isinstance(self.exchange, Exchange) and self._loaded is None:
             return self.join().is_replaced
-        before = [snapshot(staging.tensor) for staging in self._params]
+        before = list(map(snapshot, self._tensors()))
         self.join()
-        now = [staging.tensor for staging in self._params]
-        return not all(map(is_same, before, now))
+        return not all(map(is_same, before, self._tensors()))
 
     def _check_gradients(self) -> None:
         """Refuse gradients that are not finite, before they spoil the optimiser's state."""
@@ -898,10 +882,6 @@ class SharedOptimizer(torch.optim.Optimizer):
         for staging in self._params:
             staging.check_kind()
 
-    def _has_no_rate(self) -> bool:
-        """Return whether no parameter group has a learning rate other than zero."""
-        return not any(group.get("lr") for group in self.optimizer.param_groups)
-
     @contextmanager
     def _scaled(self) -> Iterator[None]:
         """Multiply the update that the optimiser makes by ``update_scale``."""
@@ -917,11 +897,9 @@ class SharedOptimizer(torch.optim.Optimizer):
             with scaled_rates(self.optimizer, factor, decay_factor):
                 yield
         else:
-            params = [staging.tensor for staging in self._params]
-            before = [param.clone() for param in params]
+            before = [param.clone() for param in self._tensors()]
             yield
-            for staging, start in zip(self._params, before, strict=True):
-                param = staging.tensor
+            for param, start in zip(self._tensors(), before, strict=True):
                 # Infinite elements have no difference.
                 param.copy_(torch.where(param == start, param, start + (param - start) * factor))
 
@@ -930,10 +908,14 @@ class SharedOptimizer(torch.optim.Optimizer):
         """The codec's memory of the parameters, and what other nodes may need besides."""
         return [staging.memory for staging in self._params], self._state
 
+    def _arrays(self) -> list[Any]:
+        """Return the codec's memory as arrays where it is in host memory."""
+        return writable_views(self._memory[0])
+
     def _values(self) -> Values:
         """Return copies of the codec's memory, and of parameters in half precision: local steps move only those."""
         rounded = self._fetch_rounded()
-        return self._complete(copies(writable_views(self._memory[0]))), rounded
+        return self._complete(copies(self._arrays())), rounded
 
     def _fetch_rounded(self) -> list[torch.Tensor]:
         """Bring the codec's memory up to date; return copies of parameters in half precision."""
