@@ -110,6 +110,7 @@ class _Job:
     step: int
     parameters: list[torch.Tensor]
     staging: Staging
+    gather: Gather
     done: "torch.futures.Future[torch.Tensor]"
     ready: "torch.cuda.Event | None" = None
     states: list[ParameterState] = field(default_factory=list)
@@ -389,12 +390,13 @@ class ThresholdState:
             step=step,
             parameters=bucket.parameters(),
             staging=Staging(buffer),
+            gather=gather,
             done=torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None),
         )
         if buffer.is_cuda:
             self._stream = self._stream or torch.cuda.Stream(buffer.device)
             job.ready = torch.cuda.current_stream(buffer.device).record_event()
-        self._worker.submit(self._process, job, gather)
+        self._worker.submit(self._process, job)
         # Errors arrive as a result, because a Future made in Python cannot fail; this turns them into one.
         return job.done.then(_raise_or_return)
 
@@ -450,17 +452,17 @@ class ThresholdState:
 
     # ---- in the state's own thread ----------------------------------------------------------------------------------
 
-    def _process(self, job: _Job, gather: Gather) -> None:
+    def _process(self, job: _Job) -> None:
         """Encode and gather one bucket; after the last one, finish the step. On a GPU in a stream of this thread's."""
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             try:
                 if self._stream is not None and job.ready is not None:
                     self._stream.wait_event(job.ready)
-                self._exchange(job, gather)
+                self._exchange(job)
             except BaseException as error:
                 self._fail(job, error)
 
-    def _exchange(self, job: _Job, gather: Gather) -> None:
+    def _exchange(self, job: _Job) -> None:
         if job.index == 0:
             self._begin_step()
         if job.index != len(self._jobs):
@@ -475,7 +477,7 @@ class ThresholdState:
         finite = [message for message in job.messages if message is not None]
         is_nonfinite = len(finite) < len(job.messages)
         payload = memoryview(b"" if is_nonfinite else b"".join(map(bytes, finite)))
-        job.gathered = gather(job.step, job.index, payload, is_nonfinite)
+        job.gathered = job.gather(job.step, job.index, payload, is_nonfinite)
         gathered_s = time.perf_counter()
         self._count(
             encode_s=encoded_s - begin_s,
@@ -580,8 +582,7 @@ class ThresholdState:
         job.staging.memory.fill_(0.0)
         scale = 1.0 / len(by_rank)
         gradients = _split(job.staging.memory, job.states)
-        if self._gather is not None:
-            by_rank[self._gather.rank] = list(job.messages)  # on a GPU not copied there again
+        by_rank[job.gather.rank] = list(job.messages)  # on a GPU not copied there again
         for gradient, messages in zip(gradients, zip(*by_rank, strict=True), strict=True):
             apply_many(messages, gradient, scale=scale, threads=self.threads)
         if self.factor_masking:
