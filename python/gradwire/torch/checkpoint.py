@@ -44,7 +44,7 @@ __all__ = [
 #: A node's own parameters: the codec's memory, and the tensors that have less precision than that memory.
 Values = tuple[list[np.ndarray[Any, Any]], list[torch.Tensor]]
 
-# Where it is in an optimiser's state.
+# Where the exchange's state is in an optimiser's state.
 KEY = "gradwire"
 
 # Integers as wide as a tensor's elements.
@@ -105,7 +105,7 @@ def state_of(
     state["rounded"] = tuple(
         _pack(half, tensor.to(half.dtype)) for half, tensor in zip(halves, rounded, strict=True)
     )
-    # Always a leader's: into what a distributed checkpoint is loaded has what it stores.
+    # A leader stores it always: a distributed checkpoint loads only entries that the state before the load has, too.
     if "encoders" in state or any(written):
         state["written"] = tuple(written)
     tree: dict[str, Any] = _map_leaves(state, np.ndarray, torch.from_numpy)

@@ -114,15 +114,12 @@ def judge(optimizer: torch.optim.Optimizer) -> Judgement:
         try:
             judgement = _try_out(optimizer)
         except Exception as error:
-            judgement = _judge_inner(optimizer) or Judgement(
-                False, False, f"it could not be tried out ({type(error).__name__}: {error})"
-            )
+            problem = f"could not be tried out ({type(error).__name__}: {error})"
+            judgement = _judge_inner(optimizer) or Judgement(False, False, f"it {problem}")
             _LOG.warning(
-                "%s could not be tried out (%s: %s) and is taken for an optimiser %s: give share() update_scale= and "
-                "density= if that is wrong",
+                "%s %s and is taken for an optimiser %s: give share() update_scale= and density= if that is wrong",
                 name,
-                type(error).__name__,
-                error,
+                problem,
                 _describe(judgement),
             )
     _LOG.info("%s is an optimiser %s: %s", name, _describe(judgement), judgement.reason)
