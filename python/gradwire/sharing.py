@@ -26,9 +26,9 @@ from . import rendezvous
 from .arrays import check_arrays, check_order, copies, device_of, put, views, writable_views
 from .codec import Encoder
 from .errors import Closed, NotCopied, PeerLost, TransportError, is_failure
-from .exchange import Exchange, Group, Groups, Joined, LocalExchange, LocalTeam, StepResult
+from .exchange import AnyExchange, Exchange, Group, Groups, LocalExchange, LocalTeam
 from .exchange.options import ExchangeOptions, Options, training_defaults
-from .exchange.results import ExchangeStats
+from .exchange.results import ExchangeStats, Joined, StepResult
 from .policy import ResidualClip, ShakeUp, TargetDensity, default_policy
 from .transport import Node, Peer
 
@@ -89,9 +89,7 @@ class Training:
     _finished: ClassVar[dict[str, list[Any]]] = {}  # for every one the node that began it
     _closers: ClassVar[list[threading.Thread]] = []
 
-    def __init__(
-        self, run: str | None, exchange: Exchange | LocalExchange, node: Node | None
-    ) -> None:
+    def __init__(self, run: str | None, exchange: AnyExchange, node: Node | None) -> None:
         self.exchange = exchange
         self._run = run
         self._node = node
@@ -640,7 +638,7 @@ class TrainingMaker:
         training: Training,
         named: Sequence[tuple[str, Any]],
         optimizer_groups: Sequence[int] | None = None,
-    ) -> Exchange | LocalExchange:
+    ) -> AnyExchange:
         """Give a training that this object has made an exchange of more parameters, as in `make`; return it."""
         groups = self._groups(named, optimizer_groups)
         team = None
@@ -735,7 +733,7 @@ class TrainingMaker:
 
     def _exchange(
         self, named: Sequence[tuple[str, Any]], groups: Groups, team: LocalTeam | None
-    ) -> Exchange | LocalExchange:
+    ) -> AnyExchange:
         if team is not None and self._rank > 0:
             return team.follow()
         if self._node is None:
@@ -749,7 +747,7 @@ class TrainingMaker:
         return exchange if team is None else team.lead(exchange)
 
 
-def _tell_number(exchange: Exchange | LocalExchange, peer: Peer) -> None:
+def _tell_number(exchange: AnyExchange, peer: Peer) -> None:
     """Log once which of the nodes this one is: processes without ranks easily draw the same data unnoticed."""
     if isinstance(exchange, LocalExchange):
         return  # its workers have ranks

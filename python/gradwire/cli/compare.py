@@ -154,7 +154,7 @@ def _places(
         yield (
             environments(arguments.workers, as_machines=True),
             made,
-            (f"{arguments.workers} processes {description}"),
+            f"{arguments.workers} processes {description}",
         )
 
 

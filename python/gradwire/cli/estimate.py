@@ -37,10 +37,8 @@ ADAPTIVE = (
     *("lamb", "lion", "muon", "novograd", "sophia", "shampoo"),
 )
 PLAIN = ("sgd", "momentum", "nesterov", "asgd")
-SPARK_START_S = (
-    10.0,
-    20.0,
-)  # Spark's workers start, import torch and connect before the first step
+# Spark's workers start, import torch and connect before the first step.
+SPARK_START_S = (10.0, 20.0)
 GAIN_MIN = 1.1  # times as fast: less is not worth a change
 LOCAL_GAIN_MIN = 1.25  # the same for local steps, which cost accuracy
 LOCAL_STEPS = (4, 15, 30)
