@@ -316,22 +316,15 @@ class _Untrained:
 
     def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the parameters that no shared optimiser trains."""
-        trained = {param for params in _shared_params(self._model) for param in params}
         own = self._find()
-        trained.update(() if own is None else own.shared_params())
+        hooks = [getattr(hook, "__self__", None) for hook in self._model._state_dict_hooks.values()]
+        optimizers = [own, *(each.optimizer for each in hooks if isinstance(each, ModelState))]
+        trained = {
+            param for each in optimizers if each is not None for param in each.shared_params()
+        }
         for name, param in self._model.named_parameters():
             if param not in trained and not (own is None and name in self._names):
                 yield name, param
-
-
-def _shared_params(model: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
-    """Yield the parameters of every shared optimiser of a model, so far."""
-    for hook in model._state_dict_hooks.values():
-        hooks = getattr(hook, "__self__", None)
-        if isinstance(hooks, ModelState):
-            optimizer = hooks.optimizer
-            if optimizer is not None:
-                yield optimizer.shared_params()
 
 
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
