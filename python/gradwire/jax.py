@@ -6,6 +6,7 @@ import json
 import logging
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -178,13 +179,8 @@ def share(
         def __exit__(self, *error: object) -> None:
             self._shared.close(has_failed=is_failure(*error))
 
-    def begin(named: Any, *, is_adaptive: bool) -> Training:
-        maker = TrainingMaker(
-            density, is_adaptive=is_adaptive, node=node, shakeup=shakeup, clip=clip, **options
-        )
-        return maker.make(named)
-
-    shared = _SharedUpdates(optimizer, begin, update_scale, share_state=share_state)
+    maker = partial(TrainingMaker, density, node=node, shakeup=shakeup, clip=clip, **options)
+    shared = _SharedUpdates(optimizer, maker, update_scale, share_state=share_state)
     return SharedTransformation(shared.init, shared.update)
 
 
@@ -193,21 +189,21 @@ class _SharedUpdates:
 
     Args:
         optimizer: the wrapped transformation.
-        begin: begins a training of named arrays.
+        maker: returns the `TrainingMaker` of an optimiser that ``is_adaptive`` or not.
         update_scale, share_state: see `share`.
     """
 
     def __init__(
         self,
         optimizer: Any,
-        begin: Callable[..., Training],
+        maker: Callable[..., TrainingMaker],
         update_scale: float | Literal["auto"],
         *,
         share_state: bool,
     ) -> None:
         self._optimizer = optimizer
         self._update = _compiled(optimizer)
-        self._begin = begin
+        self._maker = maker
         self._scale = update_scale
         self._state = _SharedState(is_shared=share_state)
         self.result: StepResult | None = None
@@ -264,7 +260,7 @@ class _SharedUpdates:
         decay = _Decay(self._optimizer, params) if has_factor else None
         self._decay = decay if decay is not None and decay.is_apart() else None
         named = list(zip(names, self._leaves, strict=True))
-        self._training = training = self._begin(named, is_adaptive=self._is_adaptive)
+        self._training = training = self._maker(is_adaptive=self._is_adaptive).make(named)
         training.end_with(self)
         self._expected = [copies(self._leaves)]  # the caller may write into its own
         self._outdated = 0
