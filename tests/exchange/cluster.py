@@ -295,7 +295,10 @@ class Cluster:
             self._following = following
             worker.greenlet.parent = self._test
         elif following is not worker:
-            (self._test if following is None else following.greenlet).switch()
+            # A greenlet begins with the depth of recursion at which it was first switched to: the test begins them all.
+            is_new = following is not None and not following.greenlet
+            self._following = following if is_new else None
+            (self._test if following is None or is_new else following.greenlet).switch()
 
     def _next(self) -> _Worker | None:
         """Let messages arrive and time pass until it is a worker's turn; None: it is the test's."""

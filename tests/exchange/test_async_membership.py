@@ -175,7 +175,7 @@ def test_a_restart_while_the_network_is_split_ends_with_one_training(seed: int) 
     assert len({each.params.tobytes() for each in alive}) == 1
 
 
-@pytest.mark.parametrize("seed", [70, 142, 151, *seeds(2)])
+@pytest.mark.parametrize("seed", [8, 70, 142, 151, *seeds(2)])
 def test_a_newcomer_that_sees_both_parts_of_a_split_network_brings_them_together(seed: int) -> None:
     trainers: list[Trainer] = []
     with cluster(seed) as world:

@@ -168,6 +168,7 @@ FAILED += [("async", 37), ("async, every", 8), ("async, every", 17)]
 FAILED += [("sharded, every", 23), ("async", 5), ("async", 15), ("async", 29), ("async", 55)]
 FAILED += [("async", 223), ("async", 47), ("async", 210), ("sharded, every", 303)]
 FAILED += [("async, every", 179), ("async, every", 209), ("async, every", 295), ("mesh", 336)]
+FAILED += [("mesh", 91)]
 HISTORIES = dict.fromkeys([*FAILED, *((way, seed) for way in WAYS for seed in seeds(1))])
 
 

@@ -10,6 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 import gradwire as gw
+from gradwire.exchange.protocol import TAG_NUMBERS, Kind
 from gradwire.transport import PeerLost
 
 from .cluster import FakeNode, run_cluster
@@ -142,3 +143,38 @@ def test_an_interrupted_call_keeps_the_messages_that_it_has_taken(topology: Any)
         first, second, _ = run_cluster(lambda node, rank, s=seed: work(node, rank, s), seed=seed)
         np.testing.assert_array_equal(first, second)
     assert len(interrupted) > 10
+
+
+@pytest.mark.parametrize("topology", ["mesh", "sharded"])
+def test_an_interrupted_report_is_finished_by_the_next_call(topology: Any) -> None:
+    """The others' reports may be there already, so that nothing else reminds the node of it."""
+    interrupted: list[int] = []
+
+    def work(node: FakeNode, rank: int, seed: int) -> NDArray[np.float32]:
+        publish = node.publish
+
+        def interrupt(buffer: Any, tag: int = 0, to: Any = None) -> Any:
+            ticket = publish(buffer, tag, to)
+            if tag // TAG_NUMBERS == Kind.REPORT and rank == 0 and seed not in interrupted:
+                interrupted.append(seed)
+                raise KeyboardInterrupt
+            return ticket
+
+        node.publish = interrupt  # type: ignore[method-assign]
+        share = exchange(node, 2, topology=topology)
+        params = np.zeros(NUMEL, np.float32)
+        share.join(params)
+        while share.next_step < 8:
+            if rank == 2 and share.next_step == 3:
+                node.cluster.kill(node)
+            params += 2.0**-8
+            with suppress(KeyboardInterrupt):  # the next call finishes the step
+                share.step_moved(params)
+        share.leave(params)
+        node.cluster.close(node)
+        return params
+
+    for seed in range(20):
+        first, second, _ = run_cluster(lambda node, rank, s=seed: work(node, rank, s), seed=seed)
+        np.testing.assert_array_equal(first, second)
+    assert len(interrupted) == 20

@@ -160,7 +160,7 @@ class Departure:
         """
         membership = self._membership
         gone = _without_leavers(membership, sorted(runs))
-        if not gone and membership.destination is Phase.READY:
+        if not gone:
             self.remove_departed()
             return
         # An asynchronous node that some members do not know yet takes no part in their agreement. They may agree on
@@ -453,7 +453,6 @@ class Departure:
     def settle(self) -> None:
         """Report what is due, agree where all reports are in, relay missing updates, and remove who has none left."""
         # Once for all messages that have come together: an answer to each of n goodbyes would be n reports to n nodes.
-        self.is_due = False
         if self._owes_report:
             self.report()
             self._owes_report = False
@@ -461,6 +460,7 @@ class Departure:
         if self._membership.phase is Phase.IN:
             self._relay()
         self.remove_departed()
+        self.is_due = False  # last: the call after an interrupted one begins again
 
     def _agree(self) -> None:
         """Decide on the last updates of departed members."""
@@ -500,9 +500,9 @@ class Departure:
             key = (run, min(lacking), final, voters)
             if key in self._relayed:
                 continue
-            self._relayed.add(key)
             for tag, payload in stream.raw(min(lacking), final):
                 self._router.send(Kind.RELAY, 0, pack_relay(run, tag, payload))
+            self._relayed.add(key)
 
     def supply(self, newcomer: NodeRun, steps: dict[NodeRun, int]) -> bool:
         """Send a newcomer the updates of departed members from these steps on.
@@ -700,7 +700,9 @@ class Trainings:
     def is_any_silent(self) -> bool:
         """Whether a connected node has not introduced itself: the word of every one counts."""
         connected = set(map(self._introductions.register, self._router.node.peers))
-        return not self._introductions.hellos.keys() >= connected
+        # Whoever leaves, and has to join again first, keeps what new nodes say for an exchange that may follow.
+        held = {run for run, _ in self._router.held}
+        return not self._introductions.hellos.keys() | held >= connected
 
     def has_only_misfits(self) -> bool:
         """Return whether there is a training here, but none that this node could join."""
@@ -912,6 +914,8 @@ class Trainings:
         membership.admit(run, first_step)
         membership.admit_unaware(run)
         self._router.introduce(run)  # a newcomer waits for this
+        if self._departure.unsettled:  # it may have heard so before it came in, and answered nobody
+            self._departure.report(run)
         for other in self._introductions.compatible(Phase.JOINING):
             self._router.introduce(other)  # which needs connections with all members
 
