@@ -125,6 +125,21 @@ def test_two_go_on_without_a_founder_that_told_too_late_what_its_parameters_are(
     assert "127.0.0.1:1003 and this node (127.0.0.1:1001) do not fit: params" in caplog.text
 
 
+def test_the_only_wrong_one_of_many_nodes_names_a_few_of_the_others() -> None:
+    def train(node: FakeNode, rank: int) -> str:
+        params = np.zeros(NUMEL, np.float64 if rank == 8 else np.float32)
+        if rank == 8:
+            return refused(node, lambda: share_on(node, min_peers=8).join(params))
+        share_on(node, min_peers=7).join(params)
+        node.cluster.compute(node, 1.0)
+        node.cluster.close(node)
+        return ""
+
+    told = run_cluster(train, count=9, seed=0)[8]
+    assert told.count("float64") == 5
+    assert told.endswith("; 3 more do not fit either")
+
+
 def test_who_has_corrected_its_parameters_takes_part() -> None:
     def train(node: FakeNode, wrong: Any) -> bytes:
         share = share_on(node, min_peers=1, timeout_s=5.0)

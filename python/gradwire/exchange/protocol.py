@@ -57,7 +57,7 @@ TAG_NUMBERS = 1 << 56  # ``divmod(tag, TAG_NUMBERS)`` is kind and number
 _RELAY = struct.Struct("<QQQ")
 DROPPED = "has gone on without this node"  # why a connection has ended
 STEP_S_MAX = 86_400.0  # between two exchanges
-_DEPARTED_MAX = 5
+_NAMED_MAX = 5
 _LISTED_MAX = 4  # longer lists are described by their first difference
 _Document = TypeVar("_Document")
 
@@ -537,7 +537,7 @@ class Introductions:
     def describe_departed(self, runs: Iterable[NodeRun] | None = None) -> str:
         """Name nodes that are gone, each with the reason; None: the last few whose connection ended."""
         # A long run has seen many go, and what this node waits for is due to the last of them.
-        shown = list(reversed(self._reasons))[:_DEPARTED_MAX] if runs is None else runs
+        shown = list(reversed(self._reasons))[:_NAMED_MAX] if runs is None else runs
         names = [f"{self.name_of(run)} {self._reasons.get(run, 'is gone')}" for run in shown]
         if runs is None and len(self._reasons) > len(names):
             names[-1] += f", and {len(self._reasons) - len(names)} more"
@@ -692,8 +692,11 @@ class Introductions:
             self._compare(run, self.hellos[run])
 
     def describe_incompatible(self) -> str:
-        """Describe every connected node that trains something else."""
-        return "; ".join(text for _, text in sorted(self.incompatible.items()))
+        """Describe the connected nodes that train something else; of many the first few."""
+        texts = [text for _, text in sorted(self.incompatible.items())]
+        if len(texts) > _NAMED_MAX:  # as many as all others, where this node is the wrong one
+            texts[_NAMED_MAX:] = [f"{len(texts) - _NAMED_MAX} more do not fit either"]
+        return "; ".join(texts)
 
     def forget(self, run: NodeRun, reason: str | None) -> None:
         """Forget what was said on a connection that has ended: the next one begins with an introduction."""
