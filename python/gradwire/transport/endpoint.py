@@ -323,7 +323,8 @@ class Endpoint:
     def poll(self, now_s: float) -> list[Transmit]:
         """Return the datagrams to send now; call again at once while it returns any."""
         self._notice_sleep(now_s)
-        self._release_log()  # looks at all peers, so once for all ACKs that have come together
+        if self.log.used_bytes:  # looks at all peers, so once for all ACKs that have come together
+            self._release_log()
         if now_s >= self.discovery.due_at_s and not self.is_closing:
             for address in self.discovery.due(now_s, *self.sessions.connected()):
                 self._new_session(address, now_s).start_initiator(now_s)
@@ -377,8 +378,7 @@ class Endpoint:
 
     def window_records(self) -> int:
         """Return how many records each peer may send beyond the consumed ones."""
-        sessions = self.sessions.by_index.values()
-        receivers = [each.receiver for each in sessions if each.receiver is not None]
+        receivers = [each.receiver for each in self.sessions if each.receiver is not None]
         active = sum(each.last_arrival_s > self.polled_at_s - ACTIVE_S for each in receivers)
         window = self.limits.window_bytes // wire.RECORD_BYTES_MAX // max(1, active)
         return max(CREDIT_FLOOR_RECORDS, window)
