@@ -11,7 +11,7 @@ from .types import Address
 RETRY_FIRST_S: Final = 0.1
 RETRY_MAX_S: Final = 2.0  # a seed that starts late is found within this time
 ATTEMPT_S: Final = 10.0  # after this a new ephemeral key is used
-SEEDS_MAX: Final = 256
+SEEDS_MAX: Final = 1024  # with one given seed, more nodes than this would not all meet
 GOSSIP_S: Final = 1.0
 
 
