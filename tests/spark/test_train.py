@@ -377,7 +377,8 @@ class LocalTrainer:
 
 
 class LocalWorker(Worker):
-    def connect(self, _stack: Any, _names: list[str]) -> None:
+    def connect(self, _stack: Any, _names: list[str], steps: int) -> None:
+        self.first_step = steps
         self.trainer = LocalTrainer(self.optimizer)  # type: ignore[assignment]
 
 
@@ -519,7 +520,28 @@ def test_an_epoch_that_is_cut_in_two_is_whole_in_the_history(tmp_path: Path, eve
 
     with pytest.raises(RuntimeError, match="the executor is lost"):
         Failing(job, Stage(0), Unwatched()).run(iter([rows]), contextlib.ExitStack())  # type: ignore[arg-type]
-    assert history_of(work_alone(job, rows)) == history_of(whole)
+    worker = LocalWorker(job, Stage(0), Unwatched())  # type: ignore[arg-type]
+    results = dict(worker.run(iter([rows]), contextlib.ExitStack()))
+    assert history_of(results) == history_of(whole)
+    assert worker.first_step == {2: 1, 3: 0}[every], (
+        "averages are counted from the epoch's first step"
+    )
+
+
+def test_averages_after_a_checkpoint_are_at_the_steps_of_a_training_without_a_break() -> None:
+    averages: list[bool] = []
+
+    class Recorded(AveragingTrainer):
+        def end_epoch(self, _times: Times) -> None:
+            averages[-1] = True
+            self._steps = 0
+
+    training = ParameterAveraging(every=5)
+    trainer = Recorded(training, ModelReplica(job_of(training)), None, 2, steps=7)  # type: ignore[arg-type]
+    for _ in range(8):
+        averages.append(False)
+        trainer.step(Times())
+    assert [step for step, is_average in enumerate(averages, start=8) if is_average] == [10, 15]
 
 
 def test_rows_may_take_any_time(monkeypatch: pytest.MonkeyPatch) -> None:

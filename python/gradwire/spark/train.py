@@ -405,6 +405,7 @@ class AveragingTrainer:
         replica: this worker's model and optimiser.
         node: of this worker.
         workers: number of workers.
+        steps: of the epoch that are done already, as where a checkpoint lies between two averages.
     """
 
     team = None
@@ -416,13 +417,14 @@ class AveragingTrainer:
         replica: ModelReplica,
         node: Node,
         workers: int,
+        steps: int = 0,
     ) -> None:
         self.optimizer = replica.optimizer
         self._replica = replica
         self._training = training
         self._node = node
         self._others = workers - 1
-        self._steps = 0  # since the last average
+        self._steps = steps % training.every  # since the last average
         self._numel = 0  # number of values that are averaged
         # Made at the first average: before its first step an optimiser may have no state to average.
         self._exchange: Exchange | None = None
@@ -611,7 +613,7 @@ class Worker(ModelReplica):
                 )
             steps, names = self.agree(training, held, position)
             self.longest_wait_s = max(self.job.training.timeout_s, START_S)
-        self.connect(stack, names)
+        self.connect(stack, names, position.step)
         self.longest_wait_s = self.job.training.timeout_s
         if state:
             self.load(state)
@@ -652,8 +654,8 @@ class Worker(ModelReplica):
         is_same = all(answer[-1] == answers[0][-1] for answer in answers)
         return steps, [f"spark-{answer[2]}" for answer in answers if is_same]
 
-    def connect(self, stack: contextlib.ExitStack, names: list[str]) -> None:
-        """Connect the nodes, one per team, and create the exchange over them."""
+    def connect(self, stack: contextlib.ExitStack, names: list[str], steps: int) -> None:
+        """Connect the nodes, one per team, and create the exchange over them, after so many steps of an epoch."""
         job = self.job
         training = job.training
         leads = self.leads
@@ -684,7 +686,7 @@ class Worker(ModelReplica):
             )
         else:
             # Without teams every worker has a node.
-            self.trainer = AveragingTrainer(training, self, cast("Node", node), len(leads))
+            self.trainer = AveragingTrainer(training, self, cast("Node", node), len(leads), steps)
         if self.trainer.team is not None:
             stack.callback(self.trainer.team.close)
         # Behind the optimiser's own step, which may run code of the user's, the worker waits for the others.
