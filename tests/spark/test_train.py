@@ -8,6 +8,7 @@ import json
 import math
 import os
 import shutil
+import socket
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -542,6 +543,29 @@ def test_averages_after_a_checkpoint_are_at_the_steps_of_a_training_without_a_br
         averages.append(False)
         trainer.step(Times())
     assert [step for step, is_average in enumerate(averages, start=8) if is_average] == [10, 15]
+
+
+def test_a_worker_waits_while_its_executor_s_java_stands_still(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """PySpark's own limit is 15 s; after that, the executor ends with all of its workers."""
+    import pyspark.util
+
+    monkeypatch.setattr(pyspark.util, "_do_server_auth", lambda *_: None)
+    monkeypatch.setenv("SPARK_AUTH_SOCKET_TIMEOUT", "15")
+    waits: list[float | None] = []
+
+    class Socket(Stage):
+        def allGather(self, text: str) -> list[str]:  # noqa: N802
+            file, connection = pyspark.util.local_connect_and_auth(port, "secret")
+            with file, connection:
+                waits.append(connection.gettimeout())
+            return [text]
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert gather(Socket(0), 60.0, "value") == ["value"]
+    assert (waits[0] or math.inf) >= 60.0
 
 
 def test_rows_may_take_any_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -279,16 +279,21 @@ def gather(context: Any, timeout_s: float | None, value: Any = None, **error: bo
         StageEnded: Spark has ended the stage meanwhile.
     """
     texts: list[str] = []
+    failures: list[Exception] = []
+    # The executor's Java may stand still for longer than PySpark's 15 s. This function ends the wait itself.
+    os.environ["SPARK_AUTH_SOCKET_TIMEOUT"] = "1000000"
 
     def wait() -> None:
-        with contextlib.suppress(Exception):  # Spark ends the stage
+        try:
             texts.extend(context.allGather(json.dumps({"value": value, **error})))
+        except Exception as failure:
+            failures.append(failure)
 
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
     thread.join(timeout_s)
     if not texts and not thread.is_alive():
-        raise StageEnded("Spark has ended the stage")
+        raise StageEnded("Spark has ended the stage") from failures[0]
     if not texts:
         raise LateWorkers(f"not all workers came within {timeout_s:g} s")
     answers = [json.loads(text) for text in texts]
