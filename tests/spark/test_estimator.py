@@ -697,6 +697,7 @@ def test_wrong_columns_and_options_are_refused_before_anything_is_started(rows: 
         ({"features_col": None}, TypeError, "features_col is None, must name a column"),
         ({"features_col": []}, TypeError, r"features_col is \[\], must name a column"),
         ({"label_col": "missing"}, ValueError, "there is no column 'missing' for label"),
+        ({"features_col": "struct.label"}, ValueError, r"select it first.*col\('struct.label'\)"),
         ({"features_col": ["features"]}, TypeError, "must be a number"),
         ({"features_col": "nested"}, TypeError, r"or a vector \(flatten\(...\) makes one of it"),
         ({"validation_indicator_col": "label"}, TypeError, "it must be boolean"),
@@ -729,7 +730,9 @@ def test_wrong_columns_and_options_are_refused_before_anything_is_started(rows: 
         ),
     ):
         with pytest.raises(error, match=text):
-            make_estimator(**options).fit(rows.selectExpr("*", "array(features) nested"))
+            make_estimator(**options).fit(
+                rows.selectExpr("*", "array(features) nested", "struct(label) struct")
+            )
     with pytest.raises(TypeError, match="unknown options"):
         make_estimator(worker=3)
     with pytest.raises(

@@ -407,7 +407,7 @@ def test_executors_that_are_not_replaced_end_the_job_with_the_numbers(
             if spark.cancelled.wait(wait_s):
                 raise RuntimeError("the job was cancelled")
 
-    text = "not replaced within 0.1 s: num_workers is 2, and the cluster has 1 slots"
+    text = "not replaced within 0.1 s: num_workers is 2, and the cluster has 1 slot for tasks"
     with pytest.raises(GradwireError, match=text):
         job(Slots(active_tasks=1), timeout_s=0.1, wait_s=WAIT_S)
     job(Slots(active_tasks=1), timeout_s=1000.0, wait_s=0.5)

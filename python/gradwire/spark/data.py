@@ -60,8 +60,10 @@ def column_for(role: str, data: DataFrame, name: str | list[str]) -> Column:
     try:
         kind = data.schema[name].dataType
     except KeyError:
+        is_field = name.partition(".")[0] in data.columns
+        way = f"; a field must be a column: select it first, as col({name!r})" if is_field else ""
         raise ValueError(
-            f"there is no column {name!r} for {role}; the columns are {', '.join(data.columns)}"
+            f"there is no column {name!r} for {role}; the columns are {', '.join(data.columns)}{way}"
         ) from None
     text = kind.simpleString()
     column = F.col("`" + name.replace("`", "``") + "`")  # a dot would be one of a field

@@ -80,8 +80,9 @@ def check_slots(spark: SparkSession, workers: int, name: str = "num_workers") ->
 
 
 def _too_few(name: str, workers: int, slots: int) -> str:
+    count = "1 slot" if slots == 1 else f"{slots or 'too few'} slots"
     return (
-        f"{name} is {workers}, and the cluster has {slots or 'too few'} slots for tasks: use fewer of them, or more "
+        f"{name} is {workers}, and the cluster has {count} for tasks: use fewer of them, or more "
         "executors or cores (spark.executor.instances, spark.executor.cores), or a smaller spark.task.cpus"
     )
 

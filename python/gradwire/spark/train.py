@@ -233,7 +233,7 @@ class ModelReplica:
         except Exception as error:
             batch = [f"{name} {rows[name].dtype} {tuple(rows[name].shape)}" for name in rows]
             raise GradwireError(
-                f"{one_line(error)}: model or loss failed with a batch of {', '.join(batch)}"
+                f"model or loss failed with a batch of {', '.join(batch)}: {one_line(error)}"
             ) from error
         if weights is None:
             return values.mean()
