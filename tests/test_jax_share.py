@@ -210,8 +210,19 @@ def test_what_cannot_be_shared_is_refused_and_ends_no_training() -> None:
                 call(optimizer.init, params)
         with pytest.raises(TypeError, match="head/kernel is bfloat16"):
             optimizer.init(jax.tree.map(lambda leaf: leaf.astype("bfloat16"), params))
-        with pytest.raises(TypeError, match=r"put share around optax\.MultiSteps"):
-            jax.jit(optimizer.update)(gradients, state, params)
+        calls: list[Any] = [
+            jax.jit(optimizer.update),
+            # A function that closes over its arrays is traced as well.
+            jax.jit(lambda *_: optimizer.update(gradients, state, params)),
+        ]
+        for traced in calls:
+            with pytest.raises(TypeError, match=r"put share around optax\.MultiSteps"):
+                traced(gradients, state, params)
+        halves = jax.tree.map(lambda leaf: leaf.astype("bfloat16"), params)
+        with pytest.raises(TypeError, match=r"head/kernel is bfloat16.*master copy"):
+            optimizer.update(gradients, state, halves)
+        with pytest.raises(TypeError, match=r"count is int32.*leave out what is not trained"):
+            optimizer.init({"count": jax.numpy.arange(3)})
         updates, _ = optimizer.update(gradients, state, params)
         assert optimizer.result.step == 1
         assert float(updates["head"]["kernel"][0]) < 0.0
@@ -277,10 +288,42 @@ def test_parameters_stay_on_their_devices() -> None:
     )
     params = jax.device_put(jax.numpy.ones(8), sharding)
     with gradwire.jax.share(optax.sgd(0.1)) as optimizer:
-        optimizer.init(params)
-        for given in (optimizer.join(), optimizer.shared()):
+        state = optimizer.init(params)
+        updates, _ = optimizer.update(params, state, optimizer.join())
+        for given in (updates, optimizer.join(), optimizer.shared()):
             assert given.sharding == sharding
             assert given.committed
+
+
+def as_variables(tree: Any) -> Any:
+    """Return a tree whose arrays are parts of nodes, as the variables of flax's nnx are."""
+    return jax.tree.map(lambda leaf: jax.tree_util.Partial(max, leaf), tree)
+
+
+def test_an_optimizer_that_began_with_variables_goes_on_with_their_values() -> None:
+    """As flax's nnx.Optimizer does: its state has variables, and ``update`` gets the values of all."""
+
+    def train(begin: Any) -> Any:
+        params = {"kernel": jax.numpy.ones((6, 2)), "scale": jax.numpy.ones(())}
+        with gradwire.jax.share(optax.adamw(0.1, weight_decay=0.5), update_scale=0.5) as optimizer:
+            given = optimizer.init(begin(params))
+            state = jax.tree.unflatten(
+                jax.tree.structure(optimizer_state(params)), jax.tree.leaves(given)
+            )
+            for _ in range(3):
+                gradients = jax.tree.map(lambda leaf: 0.1 * leaf, params)
+                updates, state = optimizer.update(gradients, state, params)
+                params = optax.apply_updates(params, updates)
+            assert jax.tree.structure(optimizer.shared()) == jax.tree.structure(begin(params))
+        return params, state
+
+    def optimizer_state(params: Any) -> Any:
+        with gradwire.jax.share(optax.adamw(0.1, weight_decay=0.5), update_scale=0.5) as optimizer:
+            return optimizer.init(params)
+
+    expected, actual = train(lambda params: params), train(as_variables)
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
 def test_who_leaves_sends_the_rest_of_its_updates() -> None:

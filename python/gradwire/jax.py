@@ -211,6 +211,7 @@ class _SharedUpdates:
         self._leaves: list[Any] = []
         self._shardings: list[Any] = []  # of the caller's, None: on the default device
         self._tree: Any = None
+        self._names: list[str] = []
         # What the next update may bring as the caller's parameters without having written into them: those that were
         # returned last come first.
         self._expected: list[list[Any]] = []
@@ -233,13 +234,7 @@ class _SharedUpdates:
         for name, leaf in zip(names, leaves, strict=True):
             if isinstance(leaf, (str, bytes)):
                 raise TypeError(f"{name} is {reprlib.repr(leaf)}: parameters must be arrays")
-        dtypes = [jax.numpy.result_type(leaf) for leaf in leaves]  # which it computes with
-        for name, dtype in zip(names, dtypes, strict=True):
-            if dtype not in (np.float32, np.float64):
-                raise TypeError(
-                    f"{name} is {dtype}: parameters must be float32 or float64; keep a master copy, and convert it for "
-                    "the computation"
-                )
+        dtypes = _checked_dtypes(names, leaves)
         for name, leaf in zip(names, leaves, strict=True):
             if count := nonfinite([np.asarray(leaf)]):
                 raise ValueError(
@@ -249,6 +244,7 @@ class _SharedUpdates:
         inner = self._optimizer.init(params)
         self.close()
         self._tree = tree
+        self._names = names
         pairs = zip(leaves, dtypes, strict=True)
         self._leaves = [np.array(leaf, dtype, order="C") for leaf, dtype in pairs]
         self._shardings = [
@@ -315,9 +311,20 @@ class _SharedUpdates:
             )
         exchange = self._opened().exchange
         _refuse_tracers("update", (updates, params))
+        leaves = self._leaves_of("the parameters", params)
+        _checked_dtypes(self._names, leaves)
         if not self._has_joined:
             self.join()
-        given = list(map(np.asarray, self._leaves_of("the parameters", params)))
+        # Flax's nnx.Optimizer gives init the variables, and update their values. The wrapped optimiser gets all trees
+        # as init got them, and the caller gets them as it has them.
+        tree, state_tree = jax.tree.structure(params), jax.tree.structure(state)
+        if tree != self._tree:
+            params = jax.tree.unflatten(self._tree, leaves)
+            updates = jax.tree.unflatten(self._tree, self._leaves_of("the gradients", updates))
+            state = jax.tree.unflatten(
+                jax.tree.structure(self._state.values), jax.tree.leaves(state)
+            )
+        given = list(map(np.asarray, leaves))
         matches = [all(map(_is_close, given, expected)) for expected in self._expected]
         pairs = zip(given, self._leaves, strict=True)
         before = [leaf.astype(own.dtype, copy=False) for leaf, own in pairs]
@@ -346,7 +353,9 @@ class _SharedUpdates:
         deltas, expected = zip(*(_moved(*part) for part in parts), strict=True)
         self._expected = [list(expected)]
         self._outdated = 0
-        return jax.tree.unflatten(self._tree, deltas), following
+        if tree != self._tree:
+            following = jax.tree.unflatten(state_tree, jax.tree.leaves(following))
+        return jax.tree.unflatten(tree, self._placed(deltas)), following
 
     def _updated(
         self, updates: Any, state: ShareState, params: Any, before: list[Any], further: Any
@@ -374,9 +383,13 @@ class _SharedUpdates:
         return self._opened().exchange.step_number
 
     def shared(self) -> Any:
+        import jax
+
         if self._last_shared is not None:
             return self._given(self._last_shared)
-        return self._given(self._opened().exchange.shared(self._leaves))
+        # These are copies already.
+        leaves = self._opened().exchange.shared(self._leaves)
+        return jax.tree.unflatten(self._tree, self._placed(leaves))
 
     def state_dict(self) -> dict[str, Any]:
         """Return this node's parameters, as it has them and as the caller has them, and the exchange's state."""
@@ -438,11 +451,17 @@ class _SharedUpdates:
         """Return the leaves of a tree; raise `ValueError` unless it is one like the parameters."""
         import jax
 
-        leaves: list[Any]
-        leaves, tree = jax.tree.flatten(given)
+        paths, tree = jax.tree_util.tree_flatten_with_path(given)
+        leaves = [leaf for _, leaf in paths]
         shapes = [np.shape(leaf) for leaf in leaves]
         expected = [leaf.shape for leaf in self._leaves]
-        if (tree, shapes) != (self._tree, expected):
+        # A variable's path is longer than that of its value.
+        names = ["/".join(map(_key_of, path)) for path, _ in paths]
+        is_like = shapes == expected and all(
+            f"{known}/".startswith(f"{name}/")
+            for known, name in zip(self._names, names, strict=True)
+        )
+        if not is_like:
             raise ValueError(
                 f"{what} must be as the parameters given to init, {self._tree} of shapes {expected}, not {tree} of "
                 f"{shapes}"
@@ -453,12 +472,15 @@ class _SharedUpdates:
         """Return arrays as the parameters of the caller."""
         import jax
 
-        arrays = [jax.numpy.array(leaf) for leaf in leaves]
-        placed = [
-            array if sharding is None else jax.device_put(array, sharding)
-            for array, sharding in zip(arrays, self._shardings, strict=True)
-        ]
-        return jax.tree.unflatten(self._tree, placed)
+        return jax.tree.unflatten(self._tree, self._placed(map(np.copy, leaves)))
+
+    def _placed(self, leaves: Iterable[Any]) -> list[Any]:
+        """Return arrays on the devices of the caller's parameters, whose memory may be theirs, too."""
+        import jax
+
+        # Not by way of one device, which may be too small for what is divided between several.
+        pairs = zip(leaves, self._shardings, strict=True)
+        return [jax.device_put(leaf, sharding) for leaf, sharding in pairs]
 
 
 class _SharedState:
@@ -729,11 +751,27 @@ def _key_of(part: Any) -> str:
     return str(next((name for name in names if name is not None), part))
 
 
+def _checked_dtypes(names: Sequence[str], leaves: Sequence[Any]) -> list[Any]:
+    """Return the dtypes that jax computes with; raise `TypeError` unless all are float32 or float64."""
+    import jax
+
+    dtypes = [jax.numpy.result_type(leaf) for leaf in leaves]
+    for name, dtype in zip(names, dtypes, strict=True):
+        if dtype not in (np.float32, np.float64):
+            raise TypeError(
+                f"{name} is {dtype}: parameters must be float32 or float64; of half precision keep a master copy, and "
+                "convert it for the computation; leave out what is not trained, with nnx: nnx.state(model, nnx.Param)"
+            )
+    return dtypes
+
+
 def _refuse_tracers(call: str, tree: Any) -> None:
     """Raise `TypeError` inside a traced function: it would run once, and never exchange anything again."""
     import jax
 
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree)):
+    # Inside one every result is a tracer, also where the function only closes over the arrays of the tree.
+    leaves = [*jax.tree.leaves(tree), jax.numpy.zeros(())]
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         raise TypeError(
             f"{call} of gradwire.jax.share exchanges messages, so it cannot be traced: call it outside jax.jit and "
             "jax.eval_shape, and put share around optax.MultiSteps and optax.apply_if_finite, not inside them"
@@ -800,7 +838,7 @@ def _scaled(update: Any, factor: Any, params: Any, shift: Any) -> Any:
 
 
 def _moved(params: Any, before: Any, expected: Any) -> tuple[Any, Any]:
-    """Return jax's array to add for ``params``, and the rounded sum, in ``expected`` if that has the dtype."""
+    """Return the array to add for ``params``, and the rounded sum, in ``expected`` if that has the dtype."""
     import jax
 
     delta = np.empty(params.shape, jax.numpy.result_type(params.dtype, before.dtype))
@@ -809,7 +847,7 @@ def _moved(params: Any, before: Any, expected: Any) -> tuple[Any, Any]:
     for difference, total, new, old in blocks(delta, expected, params, before):
         np.subtract(new, old, out=difference, casting="same_kind")
         np.add(old, difference, out=total, casting="same_kind")
-    return jax.numpy.asarray(delta), expected
+    return delta, expected
 
 
 def _has_any(names: set[str], state: Any) -> bool:
