@@ -15,6 +15,7 @@ torch: Any = pytest.importorskip("torch", reason="torch is not installed")
 import torch.distributed as dist  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
+from gradwire.errors import MessageError  # noqa: E402
 from gradwire.torch import register_threshold_hook  # noqa: E402
 
 from .linear import Linear  # noqa: E402
@@ -83,6 +84,27 @@ def step_where_ranks_have_other_groups(rank: int) -> float:
 
 def test_ranks_may_have_different_numbers_of_process_groups(two_ranks: Ranks) -> None:
     assert two_ranks.run(step_where_ranks_have_other_groups) == [0.5, 0.5]
+
+
+def step_with_a_checkpoint_on_rank_0(rank: int) -> str:
+    model = Linear()
+    group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=10))
+    state = register_threshold_hook(ddp := DistributedDataParallel(model, process_group=group))
+    if rank == 0:
+        state.load_state_dict({**state.state_dict(), "step": 20})
+    try:
+        ddp([torch.ones_like(weight) for weight in model.weights]).backward()
+    except MessageError as error:
+        return str(error)
+    return "no error"
+
+
+def test_ranks_of_which_one_alone_has_loaded_a_checkpoint_raise_before_the_first_step(
+    two_ranks: Ranks,
+) -> None:
+    first, second = two_ranks.run(step_with_a_checkpoint_on_rank_0)
+    assert "rank 1 sent bucket 0 of step 0, this rank is at bucket 0 of step 20" in first
+    assert "rank 0 sent bucket 0 of step 20, this rank is at bucket 0 of step 0" in second
 
 
 def groups_left(rank: int) -> int:

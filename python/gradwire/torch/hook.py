@@ -445,10 +445,14 @@ class ThresholdState:
         _LOG.info("threshold hook: %d ranks, messages over %s", size, self.backend)
         if self.backend == "gloo":
             group = dist.ProcessGroupGloo(store, rank, size, timeout)
-            return Gather(group, torch.device("cpu"))
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return Gather(dist.ProcessGroupNCCL(store, rank, size, options), device)
+            gather = Gather(group, torch.device("cpu"))
+        else:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            gather = Gather(dist.ProcessGroupNCCL(store, rank, size, options), device)
+        # A rank in its warm-up takes part in no gather: the others would wait for it until the timeout.
+        gather(self._step, 0, memoryview(b""), False)
+        return gather
 
     # ---- in the state's own thread ----------------------------------------------------------------------------------
 
