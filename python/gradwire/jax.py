@@ -17,7 +17,7 @@ from .arrays import blocks, copies, nonfinite, put
 from .errors import Closed, Mismatch, NonFiniteUpdate, is_failure
 from .exchange.checkpoint import params_of
 from .exchange.exchange import check_state as check_exchange_state
-from .exchange.local import LocalExchange
+from .exchange.local import leader_of
 from .sharing import Training, TrainingMaker, check_shapes, check_state, check_update_scale
 from .state import check_flag
 from .transport import Node
@@ -413,7 +413,7 @@ class _SharedUpdates:
             raise ValueError("the state is one of gw.share, not of gradwire.jax.share")
         saved = state["exchange"]
         exchange = training.exchange
-        leader = exchange.exchange if isinstance(exchange, LocalExchange) else exchange
+        leader = leader_of(exchange)
         if leader is not None and "encoders" in saved:
             check_exchange_state(leader, saved)
         params = _unpacked(state["params"], _bases_of(saved))

@@ -26,7 +26,7 @@ from . import rendezvous
 from .arrays import check_arrays, check_order, copies, device_of, put, views, writable_views
 from .codec import Encoder
 from .errors import Closed, NotCopied, PeerLost, TransportError, is_failure
-from .exchange import AnyExchange, Exchange, Group, Groups, LocalExchange, LocalTeam
+from .exchange import AnyExchange, Exchange, Group, Groups, LocalExchange, LocalTeam, leader_of
 from .exchange.options import ExchangeOptions, Options, training_defaults
 from .exchange.results import ExchangeStats, Joined, StepResult
 from .policy import ResidualClip, ShakeUp, TargetDensity, default_policy
@@ -191,7 +191,7 @@ class Training:
         if self._finalizer is not None:
             self._finalizer.detach()
         team = self.exchange.team if isinstance(self.exchange, LocalExchange) else None
-        leader = self.exchange if isinstance(self.exchange, Exchange) else self.exchange.exchange
+        leader = leader_of(self.exchange)
         has_begun = team is not None and team.is_attached and team.started_call > 0
         origin: Any = None
         try:

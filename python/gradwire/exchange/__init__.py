@@ -11,7 +11,7 @@ from __future__ import annotations
 from .checkpoint import redistribute
 from .exchange import Exchange
 from .groups import Group, Groups
-from .local import AnyExchange, LocalExchange, LocalTeam, hand_over, take_over
+from .local import AnyExchange, LocalExchange, LocalTeam, hand_over, leader_of, take_over
 from .metrics import MetricsCollector, log_every
 from .options import ExchangeOptions
 from .results import ExchangeStats, Joined, StepResult
@@ -29,6 +29,7 @@ __all__ = [
     "MetricsCollector",
     "StepResult",
     "hand_over",
+    "leader_of",
     "log_every",
     "redistribute",
     "take_over",

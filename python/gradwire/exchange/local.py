@@ -12,7 +12,7 @@ import os
 import pickle
 import secrets
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,7 +50,7 @@ from .parameters import check_layouts
 from .results import ExchangeStats, Joined, StepResult
 from .snapshot import NodeState, OptimizerState, as_state
 
-__all__ = ["AnyExchange", "LocalExchange", "LocalTeam", "hand_over", "take_over"]
+__all__ = ["AnyExchange", "LocalExchange", "LocalTeam", "hand_over", "leader_of", "take_over"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -340,7 +340,7 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
                 fence()
                 words[STARTED] = call
             else:
-                self._wait(lambda number=call: words[STARTED] >= number, (0,))  # type: ignore[misc]
+                self._wait(lambda number=call: words[STARTED] >= number, 0)  # type: ignore[misc]
             fence()
             # The leader decides who takes part. A worker that was late finds the number of a later call, or itself left
             # out.
@@ -357,12 +357,7 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
         if self.rank == 0:
             # The leader alone waits for all shares: it reads the whole sum next.
             members = np.flatnonzero(rows[_TAKES_PART])
-            for other in members.tolist():
-                self._wait(
-                    lambda rank=other: rows[_REDUCED, rank] == call,  # type: ignore[misc]
-                    (other,),
-                    is_needed=False,
-                )
+            self._wait_for_all(members.tolist(), _REDUCED, call, are_needed=False)
             fence()
             if update is not None and (rows[_REDUCED, members] != call).any():
                 # The update of a worker that has just died is complete, but its share of the sum may be half done.
@@ -377,7 +372,7 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
         if self.rank == 0:
             self._words[FINISHED] = call
         else:
-            self._wait(lambda: self._words[FINISHED] >= call, (0,))
+            self._wait(lambda: self._words[FINISHED] >= call, 0)
         fence()
 
     @property
@@ -404,12 +399,7 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
     def _gather(self, call: int) -> None:
         """Wait for all workers that live, and note who takes part; the first time for all."""
         rows = self._rows
-        for rank in range(self.workers):
-            self._wait(
-                lambda rank=rank: rows[_ARRIVED, rank] >= call,  # type: ignore[misc]
-                (rank,),
-                is_needed=not self.started_call,
-            )
+        self._wait_for_all(range(self.workers), _ARRIVED, call, are_needed=not self.started_call)
         # Whoever has not arrived by now is dead: those that live were waited for.
         before = rows[_TAKES_PART].copy()
         rows[_TAKES_PART] = rows[_ARRIVED] == call
@@ -417,9 +407,8 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
         if gone:
             dead = [rank for rank in gone if not rows[_HAS_LEFT, rank]]
             self._lost.update(dead)
-            count = int(rows[_TAKES_PART].sum())
             if not (dead and self.needs_all):
-                _LOG.warning("team %r: worker %s gone, %d go on", self.name, gone, count)
+                _LOG.warning("team %r: worker %s gone, %d go on", self.name, gone, self.present)
         self._lost.difference_update(np.flatnonzero(rows[_TAKES_PART]).tolist())
 
     @property
@@ -463,9 +452,15 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
             return self._file.is_live
         return is_held(self._path_of(rank))
 
-    def _wait(
-        self, is_done: Callable[[], Any], ranks: Sequence[int], *, is_needed: bool = True
+    def _wait_for_all(
+        self, ranks: Iterable[int], word: int, call: int, *, are_needed: bool
     ) -> None:
+        """Wait until a word of these workers' rows is the number of a call, or the worker is gone."""
+        words = self._rows[word]
+        for rank in ranks:
+            self._wait(lambda rank=rank: words[rank] >= call, rank, is_needed=are_needed)  # type: ignore[misc]
+
+    def _wait(self, is_done: Callable[[], Any], rank: int, *, is_needed: bool = True) -> None:
         """Wait until something is done by a worker, or the worker is gone.
 
         Raises:
@@ -484,17 +479,17 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
             # A lock is looked at seldom, because that is a system call, and memory often, because it is not.
             look_s = now_s + _LOOK_S
             # The order matters: a worker may do what is waited for and end right after, between the two looks.
-            is_gone = not all(map(self._is_alive, ranks))
+            is_gone = not self._is_alive(rank)
             if is_done() or (is_gone and not is_needed):
                 return
-            if is_gone and 0 in ranks:
+            if is_gone and rank == 0:
                 raise PeerLost(
                     f"rank 0 of team {self.name!r}, which has the node, is gone: it failed, or took fewer steps than "
                     "this worker; start all its workers again"
                 )
             if now_s >= warn_s:
                 text = f"not all {self.workers} workers of this machine came within {now_s - begin_s:.3g} s"
-                text += f": rank {ranks[0]}"
+                text += f": rank {rank}"
                 if is_gone and now_s >= begin_s + self.timeout_s:
                     raise TimeoutError(f"{text} is missing")
                 _LOG.warning("%s is late, and waited for", text)
@@ -903,6 +898,11 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
 AnyExchange: TypeAlias = Exchange | LocalExchange
 
 
+def leader_of(exchange: AnyExchange) -> Exchange | None:
+    """Return the exchange of this machine's node; None: another worker has it."""
+    return exchange if isinstance(exchange, Exchange) else exchange.exchange
+
+
 def hand_over(
     exchange: AnyExchange, params: Any, optimizer_state: OptimizerState = ()
 ) -> StepResult:
@@ -924,11 +924,10 @@ def take_over(
     exchange: AnyExchange, before: AnyExchange, params: Sequence[Any], added: int
 ) -> None:
     """Let a new exchange go on where another one has ended; the memory of a team so far is released."""
-    if isinstance(exchange, Exchange) and isinstance(before, Exchange):
-        single.take_over(exchange, before, params, added)
-    elif isinstance(exchange, LocalExchange) and isinstance(before, LocalExchange):
-        if exchange.exchange is not None and before.exchange is not None:
-            single.take_over(exchange.exchange, before.exchange, params, added)
+    lead, lead_before = leader_of(exchange), leader_of(before)
+    if lead is not None and lead_before is not None:
+        single.take_over(lead, lead_before, params, added)
+    if isinstance(exchange, LocalExchange) and isinstance(before, LocalExchange):
         exchange._loaded_step = before.step_number
         before.team.close()
 

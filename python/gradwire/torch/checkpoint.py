@@ -16,7 +16,7 @@ from ..exchange.checkpoint import params_of
 from ..exchange.consistency import digest_of
 from ..exchange.exchange import check_state
 from ..exchange.groups import split_by_tensor
-from ..exchange.local import LocalExchange
+from ..exchange.local import leader_of
 from .staging import Staging, snapshot
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ class LoadedState:
                     for array in shared
                     for is_infinite in [np.isinf(array)]
                 ]
-                leader = exchange.exchange if isinstance(exchange, LocalExchange) else exchange
+                leader = leader_of(exchange)
                 if leader is not None:
                     check_state(leader, state)
                 is_held = "digest" not in state or digest_of(shared) == state["digest"]

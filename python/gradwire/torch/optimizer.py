@@ -19,7 +19,7 @@ from torch._compile import _disable_dynamo
 
 from ..arrays import copies, writable_views
 from ..errors import Closed, Mismatch, NonFiniteUpdate, NotCopied, is_failure
-from ..exchange import Exchange, LocalExchange, hand_over, take_over
+from ..exchange import Exchange, LocalExchange, hand_over, leader_of, take_over
 from ..sharing import check_role, check_update_scale
 from ..state import check_flag
 from . import checkpoint
@@ -151,7 +151,7 @@ class SharedOptimizer(
             raise TypeError(f"optimizer must be one of torch's, got {reprlib.repr(optimizer)}")
         if not isinstance(exchange, (Exchange, LocalExchange)):
             raise TypeError(f"exchange must be an Exchange, got {reprlib.repr(exchange)}")
-        leader = exchange if isinstance(exchange, Exchange) else exchange.exchange
+        leader = leader_of(exchange)
         check_role("member" if leader is None else leader._options.role)
         check_update_scale(update_scale)
         check_flag("share_state", share_state)
