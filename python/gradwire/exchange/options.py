@@ -7,7 +7,7 @@ import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, get_args
 
 from ..codec import Encoder
 from ..policy import MANY_LOCAL_STEPS, as_number
@@ -40,12 +40,12 @@ SHARDED_NODES = 5
 SHARDED_NUMEL = 500_000
 
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "reduction": ("mean", "sum"),
-    "mode": ("sync", "async"),
-    "codec": ("threshold", "dense", "bfloat16"),
-    "topology": ("auto", "mesh", "sharded"),
-    "role": ("member", "worker", "observer"),
-    "on_straggler": ("raise", "drop", "wait"),
+    "reduction": get_args(Reduction),
+    "mode": get_args(Mode),
+    "codec": get_args(Codec),
+    "topology": get_args(Topology),
+    "role": get_args(Role),
+    "on_straggler": get_args(Straggler),
 }
 _FLAGS = ("apply_residual", "limit_outliers")
 _SECONDS = {"timeout_s": math.ulp(0.0), "start_timeout_s": math.ulp(0.0), "digest_s": 0.0}
@@ -87,9 +87,8 @@ class ExchangeOptions(TypedDict, total=False):
     topology: Topology
     owners_max: int  #: most owners in the sharded exchange
     role: Role  #: a "worker" owns no parameters in the sharded exchange, an "observer" sends no updates
-    outer_momentum: (
-        float  #: Nesterov's momentum of the shared parameters, for ``every`` of 15 or more
-    )
+    #: Nesterov's momentum of the shared parameters, for ``every`` of 15 or more
+    outer_momentum: float
     #: let this node's parameters hold its residual, so that gradients are computed with up-to-date parameters
     apply_residual: bool
     #: what a connected member that sends nothing for ``timeout_s`` leads to: "raise" a `TimeoutError`, "drop" the

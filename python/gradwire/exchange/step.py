@@ -32,6 +32,7 @@ _LOG = logging.getLogger(__name__)
 
 # Space that a step asks for before encoding: the largest possible message, but at most this, which every node has.
 _ROOM_BYTES_MAX = 16 << 20
+_NO_SPACE = "no space to send it: a peer does not take its messages"
 
 
 class LeftBehind(Exception):
@@ -272,7 +273,7 @@ class Step:
         """Return the reason why this node cannot send one more update; None if it can."""
         if not self._router.node.has_room(self._room_bytes):
             self._router.make_room()
-            return "no space to send it: a peer does not take its messages"
+            return _NO_SPACE
         if self._is_sync:
             return None
         # A node that runs ahead would make the others apply updates for parameters that they have long left.
@@ -378,7 +379,7 @@ class Step:
             poll_s = clock.POLL_S if has_room else clock.ROOM_POLL_S
 
     def _timed_out(self, pending: StepUpdate, missing: frozenset[NodeRun]) -> str:
-        what = "no space to send it: a peer does not take its messages"
+        what = _NO_SPACE
         if missing:
             names = self._introductions.describe(sorted(missing))
             what = f"no message from {names}, though connected{_hint(pending, self._router.node)}"
