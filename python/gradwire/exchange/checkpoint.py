@@ -179,7 +179,8 @@ def _checked(state: dict[str, Any], replica: Replica) -> Sequence[dict[str, Any]
             "residual; give the option that it had"
         )
     states: Sequence[dict[str, Any]] = state["encoders"]
-    if _lists(state["tensors"]) != _lists(replica.groups.tensors):
+    tensors = [None if indices is None else list(indices) for indices in state["tensors"]]
+    if tensors != replica.groups.tensors:
         if state["owner"] is not None or not state["shared"]:
             raise ValueError(
                 f"the state has encoders of {[saved['numel'] for saved in states]} elements, this exchange of "
@@ -416,10 +417,6 @@ def extend_state(
         else [],
         "owner": None,
     }
-
-
-def _lists(tensors: Sequence[Sequence[int] | None]) -> list[list[int] | None]:
-    return [None if indices is None else list(indices) for indices in tensors]
 
 
 def _regrouped(

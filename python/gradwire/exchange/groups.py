@@ -281,7 +281,6 @@ class Groups:
         Raises:
             ValueError: the arrays are not those of the groups, or a residual is on another device.
         """
-        residuals = []
         device = device_of(list(arrays))
         shapes = [array.shape for array in arrays]
         if device >= 0 and shapes == self._on_device[0]:
@@ -292,10 +291,10 @@ class Groups:
                     f"the residual of group {encoder.key} is on {encoder.device}, the parameters are not: give the "
                     "encoder their device"
                 )
-        for residual in self.whole_residuals():
-            if device >= 0:
-                residual = sys.modules["torch"].as_tensor(residual, device=f"cuda:{device}")
-            residuals.append(residual)
+        residuals = self.whole_residuals()
+        if device >= 0:
+            as_tensor = sys.modules["torch"].as_tensor
+            residuals = [as_tensor(residual, device=f"cuda:{device}") for residual in residuals]
         parts = split_by_tensor(residuals, self.tensors, arrays)
         if device >= 0:
             self._on_device = shapes, parts

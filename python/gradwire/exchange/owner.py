@@ -390,14 +390,14 @@ class Sharding:
         # The parts are added once, also where the result has to be encoded again because it was too large.
         if owner is None or sharded.accepted is not None:
             return frozenset()
-        missing = set()
-        for run in self.senders:
-            part = self._part_for(owner, run, sharded.step)
-            if part is None and run not in lost:
-                missing.add(run)
+        missing = frozenset(
+            run
+            for run in self.senders
+            if self._part_for(owner, run, sharded.step) is None and run not in lost
+        )
         if not missing:
             self._accept(sharded, owner)
-        return frozenset(missing)
+        return missing
 
     def _part_for(self, owner: Owner, sender: NodeRun, step: int) -> PartUpdate | None:
         """Return the part that a node has sent for an owner's next result, if it has."""

@@ -262,8 +262,8 @@ class Snapshot:
                 str(header["training"]),
                 bool(header["is_sharded"]),
                 accepted,
-                _read_runs(header["senders"]),
-                _read_runs(header["workers"]),
+                list(map(read_run, header["senders"])),
+                list(map(read_run, header["workers"])),
                 checked_state(header["agreement"]),
             )
             return snapshot, _read_ranges(header["ranges"])
@@ -353,10 +353,6 @@ class Snapshot:
         theirs = tuple(header[name] for name in ("params", "training", "is_sharded"))
         own_layout = [[array.dtype.str, list(array.shape)] for array in self.arrays]
         return ours == theirs and own_layout == header["arrays"]
-
-
-def _read_runs(entries: Any) -> list[NodeRun]:
-    return list(map(read_run, entries))
 
 
 def _read_ranges(entries: Any) -> Ranges:
@@ -780,11 +776,6 @@ class Recipient:
         snapshot = self.resumable
         return 0 if snapshot is None else snapshot.nbytes - _size_of(self.missing)
 
-    @property
-    def is_behind(self) -> bool:
-        """Whether ``incoming`` goes on with ``earlier``, which has to be brought up to it."""
-        return self.earlier is not None
-
     def bring_up(self) -> None:
         """Note that ``earlier`` has the updates that ``incoming`` has."""
         self.earlier = None
@@ -849,7 +840,7 @@ class Recipient:
             delivery = self._deliveries[run]
             if delivery is None:
                 self._begin_delivery(run, payload)
-            elif self.is_behind:
+            elif self.earlier is not None:
                 self._waiting.append((run, payload))
             else:
                 delivery.add_part(payload)
@@ -925,7 +916,7 @@ class Recipient:
         """Return the snapshot once all of it has arrived, and end the request; None before."""
         self._drop_slow()
         snapshot = self.incoming
-        if not self.is_asked or snapshot is None or self._deliveries or self.is_behind:
+        if not self.is_asked or snapshot is None or self._deliveries or self.earlier is not None:
             return None
         self.is_asked = False
         self._fastest = None
