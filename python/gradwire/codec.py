@@ -134,9 +134,8 @@ class ThresholdMemory:
 
     def __init__(self, rule: ThresholdRule) -> None:
         threshold, self.policy_state = begin(rule.policy)
-        self.changed_at = (
-            0  # step at which the threshold last changed, or at which the policy began
-        )
+        # Step at which the threshold last changed, or at which the policy began.
+        self.changed_at = 0
         self.set_threshold(threshold)
 
     def set_threshold(self, threshold: float) -> None:
@@ -493,13 +492,12 @@ class Encoder:
         step = self._step
         shakeup = self.shakeup if self.shakeup is not None and self.shakeup.is_due(step) else None
         memory, rule = self._memory, self._rule
-        is_shakeup = shakeup is not None
-        if not budget and not is_shakeup:
+        if not budget and shakeup is None:
             # More bytes than one are too many for more elements than these.
             budget, most = 1, rule.most_changed(self.numel)
         # Sampled before the core adds the update to the residual, because the quantiles need the two apart.
         sample = partial(self._call, self._core.sample, update, before)
-        quantiles = memory.sample(rule, sample, step, is_shakeup=is_shakeup)
+        quantiles = memory.sample(rule, sample, step, is_shakeup=shakeup is not None)
         rounded = memory.rounded
         skipped, reached = self._call(
             self._core.encode,
