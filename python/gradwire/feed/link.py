@@ -196,9 +196,8 @@ class Server:
         self._ring = ring
         self._node = node
         self._waiting: list[Peer] = []  # producers without a slot, in the order in which they asked
-        self._slots: dict[
-            Peer, list[Slot]
-        ] = {}  # several, if several threads of a producer put batches
+        # Several of a producer, if several of its threads put batches.
+        self._slots: dict[Peer, list[Slot]] = {}
 
     def run(self) -> None:
         """Serve the feed until the node is closed; after the feed's end only tell producers so."""
@@ -229,9 +228,8 @@ class Server:
     def _handle(self, peer: Peer, tag: int, payload: Any) -> None:
         if tag == _HELLO:
             self._publish(peer, str(self._ring.slot_bytes).encode(), _HELLO)
-        elif (
-            tag == _WANT and peer not in self._waiting
-        ):  # a producer asks again only once it has its slot
+        elif tag == _WANT and peer not in self._waiting:
+            # A producer asks again only once it has its slot.
             self._waiting.append(peer)
         elif tag == _BATCH and self._slots.get(peer):
             slot = self._slots[peer].pop()

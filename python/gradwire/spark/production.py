@@ -329,9 +329,8 @@ class _Outlets:
 
     def _flush(self) -> None:
         if self._last is not None:
-            with contextlib.suppress(
-                Closed, FeedFailed
-            ):  # that feed has ended, with all that was in it
+            # A feed that has ended has done so with all that was in it.
+            with contextlib.suppress(Closed, FeedFailed):
                 self._last._store.flush()
 
     @contextlib.contextmanager

@@ -99,9 +99,8 @@ class Times:
 
 
 _ALONE: Final = "ParameterAveraging(average_optimizer=False) averages the parameters alone"
-_HANG_S: Final = (
-    5.0  # in which a worker's watch notices that its code hangs, after the time that is allowed
-)
+# In which a worker's watch notices that its code hangs, after the time that is allowed.
+_HANG_S: Final = 5.0
 _LOSSES: Final = frozenset({"loss", "held_loss", "held_weight"})  # replaced by those of all workers
 
 
@@ -661,18 +660,15 @@ class Worker(ModelReplica):
 
     def connect(self, stack: contextlib.ExitStack, names: list[str], steps: int) -> None:
         """Connect the nodes, one per team, and create the exchange over them, after so many steps of an epoch."""
-        job = self.job
-        training = job.training
-        leads = self.leads
-        mask = training.network_mask
-        limits = silence_limits(job.limits, training.timeout_s)
+        training = self.job.training
+        limits = silence_limits(self.job.limits, training.timeout_s)
         try:
             node = connect(
                 self.context,
                 self.gather,
-                leads,
-                job.secret,
-                mask,
+                self.leads,
+                self.job.secret,
+                training.network_mask,
                 training.port,
                 CONNECT_S,
                 limits=limits,
@@ -687,11 +683,12 @@ class Worker(ModelReplica):
             [ranks] = [team for team in self.teams if self.rank in team]
             place = names[ranks[0]], ranks.index(self.rank), len(ranks)
             self.trainer = SharedTrainer(
-                training, self.optimizer, node, place, len(leads), self.model
+                training, self.optimizer, node, place, len(self.leads), self.model
             )
         else:
             # Without teams every worker has a node.
-            self.trainer = AveragingTrainer(training, self, cast("Node", node), len(leads), steps)
+            workers = len(self.leads)
+            self.trainer = AveragingTrainer(training, self, cast("Node", node), workers, steps)
         if self.trainer.team is not None:
             stack.callback(self.trainer.team.close)
         # Behind the optimiser's own step, which may run code of the user's, the worker waits for the others.
@@ -704,9 +701,8 @@ class Worker(ModelReplica):
         job = self.job
         done = position.steps_done(steps, self.workers * job.batch_size)
         order = shuffled(training.rows, job.batch_size, [job.seed, self.rank])
-        for _ in range(
-            done
-        ):  # the rows of a training that continues are those of one without a break
+        # The rows of a training that continues are those of one without a break.
+        for _ in range(done):
             next(order)
         before = self.unfinished or [asdict(Times()), *self.history][-1]
         began_s = now_s() - before["start_s"] - before["seconds"]
