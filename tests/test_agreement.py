@@ -431,6 +431,32 @@ def test_a_step_of_asynchronous_nodes_is_measured_once(monkeypatch: pytest.Monke
     assert set(measured) == {2}  # of both nodes
 
 
+@pytest.mark.parametrize("max_staleness", [0, 1, 8])
+def test_fast_asynchronous_nodes_follow_the_norms_of_all(max_staleness: int) -> None:
+    def work(node: FakeNode, rank: int) -> list[int]:
+        share = gw.Exchange(
+            gw.Encoder(NUMEL, gw.TargetDensity(0.05)),
+            node,
+            min_peers=2,
+            mode="async",
+            limit_outliers=True,
+            max_staleness=max_staleness,
+        )
+        params = np.zeros(NUMEL, np.float32)
+        share.join(params)
+        shortened = []
+        # As in a long warm-up: the updates of all nodes grow, by little from one step to the next.
+        for step in range(100):
+            node.cluster.compute(node, 0.1 * (1 + rank))
+            one = 1.05**step * updates(0.5, 3, NUMEL, step)[rank]
+            if share.step(one, params).shortened:
+                shortened.append(step)
+        share.leave(params)
+        return shortened
+
+    assert run_cluster(work, seed=1) == [[], [], []]
+
+
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("are_equal", [False, True])
 def test_equal_updates_of_the_workers_of_a_machine_are_found_once(

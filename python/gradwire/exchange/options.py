@@ -210,7 +210,9 @@ class Options:
     @property
     def kept_updates(self) -> int:
         """Number of updates of every node that are kept after they are applied: for peers that miss some."""
-        return _KEPT_UPDATES if self.is_sync else 2 * self.max_staleness + _KEPT_UPDATES
+        # Asynchronous nodes measure the latest step of which all have told, and they tell of one in four: it may be
+        # four steps ago even where nobody is behind.
+        return _KEPT_UPDATES if self.is_sync else 2 * (self.max_staleness + 1) + _KEPT_UPDATES
 
     def signature(self, encoders: Sequence[Encoder]) -> dict[str, Any]:
         """Return everything that has to be the same on all nodes; the parameters' shapes are still to come."""
