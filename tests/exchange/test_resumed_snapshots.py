@@ -110,6 +110,62 @@ def test_a_newcomer_that_gives_up_says_how_far_its_snapshot_came() -> None:
             world.run()
 
 
+class State:
+    """An optimiser's state that some nodes cannot export."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error = error
+        self.array = np.zeros(3, np.float32)
+
+    def export(self) -> list[Any]:
+        if self.error is not None:
+            raise self.error
+        return [self.array]
+
+    def check(self, arrays: list[Any]) -> None:
+        assert len(arrays) == 1
+
+    def load(self, arrays: list[Any]) -> None:
+        self.array[...] = arrays[0]
+
+
+@pytest.mark.parametrize("bad", [(), (10,), (20,), (10, 20)])
+@pytest.mark.parametrize("error", [TypeError("a hook has no bytes"), RuntimeError("out of memory")])
+def test_a_newcomer_asks_another_member_where_one_cannot_export_its_state(
+    bad: tuple[int, ...], error: Exception
+) -> None:
+    final: dict[int, bytes] = {}
+
+    def work(node: FakeNode) -> None:
+        share = gw.Exchange(gw.Encoder(NUMEL, THRESHOLD), node, min_peers=1, timeout_s=5.0)
+        params = np.zeros(NUMEL, np.float32)
+        state = State(error if node.peer.id in bad else None)
+        share.join(params, state)
+        while share.next_step < 40:
+            world.compute(node, 0.5)
+            share.step(np.ones(NUMEL, np.float32), params, state)
+        final[node.peer.id] = params.tobytes()
+        world.close(node)
+
+    def come_late(node: FakeNode) -> None:
+        if len(bad) < 2:
+            work(node)
+            return
+        with pytest.raises(TimeoutError, match=rf"no snapshot: {type(error).__name__}: {error}$"):
+            work(node)
+        world.close(node)
+
+    with cluster(1) as world:
+        for node in (world.node(10), world.node(20)):
+            world.start(node, lambda node=node: work(node))
+        world.run(until=lambda: world.now_s > 3.0)
+        late = world.node(100)
+        world.start(late, lambda: come_late(late))
+        world.run()
+    assert final.keys() == ({10, 20} if len(bad) == 2 else {10, 20, 100})
+    assert len(set(final.values())) == 1
+
+
 @pytest.mark.parametrize("seed", seeds(2))
 @pytest.mark.parametrize("deaths", [1, 2])
 @pytest.mark.parametrize("how", WAYS.values(), ids=WAYS)

@@ -277,13 +277,9 @@ class Join:
         # else applies.
         if membership.phase is Phase.IN and not self._departure.unsettled:
             positions = {**membership.positions, membership.run: self._replica.step}
-            try:
-                self._donor.serve(
-                    positions, lambda: _snapshot_of(self, positions, params, optimizer_state)
-                )
-            except (TypeError, ValueError) as error:
-                _LOG.error("no snapshot for newcomers: %s", error)
-                self._donor.refuse_all()
+            self._donor.serve(
+                positions, lambda: _snapshot_of(self, positions, params, optimizer_state)
+            )
 
     # ---- joining late ------------------------------------------------------------------------------------------------
 
@@ -334,6 +330,8 @@ class Join:
                 came = self._recipient.progress
                 if came and self._recipient.arrived_bytes:
                     came = f"of a snapshot {came} have come: is the link too slow beside the members' updates?"
+                elif self._recipient.refusal:
+                    came = self._recipient.refusal
                 elif hellos and self._recipient.is_asked:
                     came = f"no part of a snapshot has come; {datagram_hint(self._router.node)}"
                 reason = obstacle or came or introductions.describe_departed()

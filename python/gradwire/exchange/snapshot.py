@@ -78,6 +78,9 @@ _GAIN = 0.5
 _PATIENCE_S = 10.0
 # Space that is left for a step, at most: every node has as much.
 _STEP_BYTES_MAX = 16 << 20
+# What a donor answers that cannot give a snapshot, before the reason; no header begins so.
+_REFUSAL = "no snapshot: "
+_REFUSAL_MAX = 300
 # A header comes from another machine: it must not be able to claim any amount of memory.
 _ARRAYS_MAX = 1 << 20
 _RANGES_MAX = 1 << 10
@@ -518,6 +521,7 @@ class Donor:
             lambda part: introductions.common_slice_bytes([part.receiver]),
         )
         self._supply = supply
+        self._log = clock.LogLimit(_LOG.error)
         self._step_bytes = min(step_bytes, _STEP_BYTES_MAX)
         self.requests: dict[NodeRun, tuple[int, Request]] = {}
         self._lock = threading.Lock()  # of what follows
@@ -537,13 +541,14 @@ class Donor:
             self._transfers.pop(run, None)
 
     def serve(self, positions: dict[NodeRun, int], make: Callable[[], Snapshot]) -> None:
-        """Answer every request that the present state satisfies.
+        """Answer every request that the present state satisfies; where there is no snapshot, with the reason.
 
         Args:
             positions: for every member, this node included, the first update that is not in the state.
             make: returns the snapshot, of which nothing has to be copied; called at most once.
         """
         snapshot = None
+        refusal = ""
         step = max(positions.values())  # of a synchronous exchange
         connected = set(map(run_of, self._node.peers)) if self.requests else set()
         for run, (number, request) in list(self.requests.items()):
@@ -557,15 +562,26 @@ class Donor:
             )
             if is_early or run in positions or step < (request.step or 0):
                 continue
-            snapshot = snapshot or make()
-            # The updates go before the values, which the newcomer takes when it has the updates.
-            goes_on = request.digest == snapshot.digest and self._supply(run, request.steps)
-            ranges = request.missing if goes_on else snapshot.share(request.place, request.donors)
-            if request.step not in (None, step):
-                ranges = []  # too late: the other donors' values are of another step
-            most_bytes = min(_PART_BYTES, self._introductions.common_slice_bytes([run]))
+            if snapshot is None and not refusal:
+                try:
+                    snapshot = make()
+                except (
+                    Exception
+                ) as error:  # of the caller's state: a newcomer must not end a member
+                    refusal = f"{_REFUSAL}{type(error).__name__}: {error}"[:_REFUSAL_MAX]
+                    self._log.log(run, clock.now_s(), "%s", refusal)
+            if snapshot is None:
+                parts = [memoryview(refusal.encode())]
+            else:
+                # The updates go before the values, which the newcomer takes when it has the updates.
+                goes_on = request.digest == snapshot.digest and self._supply(run, request.steps)
+                share = snapshot.share(request.place, request.donors)
+                ranges = request.missing if goes_on else share
+                if request.step not in (None, step):
+                    ranges = []  # too late: the other donors' values are of another step
+                most_bytes = min(_PART_BYTES, self._introductions.common_slice_bytes([run]))
+                parts = snapshot.parts(ranges, most_bytes, goes_on=goes_on)
             tag = tag_of(Kind.SNAPSHOT, number)
-            parts = snapshot.parts(ranges, most_bytes, goes_on=goes_on)
             with self._lock:
                 self._transfers[run] = _Transfer([Outgoing(tag, part, run) for part in parts])
                 is_sending = self._is_sending
@@ -580,10 +596,6 @@ class Donor:
         self.requests.clear()
         with self._lock:
             self._transfers.clear()
-
-    def refuse_all(self) -> None:
-        """Drop all requests; the newcomers ask another member."""
-        self.requests.clear()
 
     def _send_parts(self) -> float | None:
         """Send as many parts as may leave now; return when to call again, None when all have left."""
@@ -682,6 +694,7 @@ class Recipient:
         requests: number of requests so far.
         received_bytes: size of all parts that have arrived so far, of all requests.
         is_asked: whether a snapshot is under way, or has arrived and was not taken.
+        refusal: why the last donor that answered gave nothing that could be read; empty: it did.
     """
 
     def __init__(
@@ -693,6 +706,7 @@ class Recipient:
         self.requests = 0
         self.received_bytes = 0
         self.is_asked = False
+        self.refusal = ""
         self._log = clock.LogLimit(_LOG.warning)
         # Until a snapshot is taken: several donors have answered at different steps, or something that is no snapshot.
         self._asks_one = False
@@ -832,10 +846,11 @@ class Recipient:
         """
         if run not in self._deliveries or number != self.requests:
             return
-        self.received_bytes += len(payload)
-        self._add(run, payload)
+        if self._add(run, payload):
+            self.received_bytes += len(payload)
 
-    def _add(self, run: NodeRun, payload: memoryview) -> None:
+    def _add(self, run: NodeRun, payload: memoryview) -> bool:
+        """Add a part; return False for one that cannot be read, which is no progress."""
         try:
             delivery = self._deliveries[run]
             if delivery is None:
@@ -852,12 +867,17 @@ class Recipient:
         except MessageError as error:
             text = "%s: %s; this node asks another member"
             self._log.log(run, clock.now_s(), text, self._address_of(run), error)
+            self.refusal = f"{self._address_of(run)}: {error}"
             self._asks_one = True
             self._fastest = None
             self.forget()
+            return False
+        return True
 
     def _begin_delivery(self, run: NodeRun, header: memoryview) -> None:
         """Read the header of a donor's answer."""
+        if bytes(header[: len(_REFUSAL)]) == _REFUSAL.encode():
+            raise MessageError(bytes(header[:_REFUSAL_MAX]).decode(errors="replace"))
         snapshot, ranges = Snapshot.from_header(header, self._check, self.earlier)
         goes_on = self.earlier is not None and snapshot.arrays is self.earlier.arrays
         is_late = not ranges and not goes_on and snapshot.nbytes > 0
@@ -865,6 +885,7 @@ class Recipient:
             self._asks_one = True
             self._end_delivery(run)
             return
+        self.refusal = ""
         if self.incoming is None:
             self.incoming = snapshot
             self._begun_s = clock.now_s()
