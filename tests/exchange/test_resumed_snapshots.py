@@ -292,6 +292,60 @@ def test_a_member_that_dies_or_comes_while_a_snapshot_travels_ends_with_identica
     assert_identical([*trainers, newcomer, second])
 
 
+@pytest.mark.parametrize("seed", seeds(2))
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("how", [WAYS["mean"], WAYS["sharded"]], ids=["mesh", "sharded"])
+def test_a_member_whose_updates_have_not_come_dies_before_or_after_another_donor_answers(
+    seed: int, when: str, how: Any
+) -> None:
+    with cluster(seed) as world:
+        trainers, newcomer = begin_with_newcomer(world, how)
+        recipient = newcomer.share._join._recipient
+        world.run(until=lambda: arrived(newcomer) >= 12)
+        donor_id = min(recipient.donors).id
+        late = next(one for one in trainers if one.node.peer.id != donor_id)
+        link = (late.node.peer, newcomer.node.peer)
+        world.slow_links |= {(one.node.peer, newcomer.node.peer) for one in trainers}
+        first = late.share.next_step
+        world.run(until=lambda: late.share.next_step > first + 1)
+        kill_donor(world, newcomer, trainers)
+        world.slow_links = {link}
+        if when == "before":
+            world.kill(late.node)
+        world.run(until=lambda: recipient.earlier is not None and recipient.incoming is not None)
+        if when == "after":
+            world.kill(late.node)
+        world.slow_links.clear()
+        world.run()
+    assert_identical([*trainers, newcomer])
+
+
+@pytest.mark.parametrize("seed", seeds(2))
+@pytest.mark.parametrize("how", [WAYS["mean"], WAYS["sharded"]], ids=["mesh", "sharded"])
+def test_a_member_that_only_a_newcomer_sees_while_its_donor_dies_comes_back(
+    seed: int, how: Any
+) -> None:
+    with cluster(seed) as world:
+        trainers, newcomer = begin_with_newcomer(world, how)
+        world.run(until=lambda: arrived(newcomer) >= 12)
+        donor_id = min(newcomer.share._join._recipient.donors).id
+        late, *others = [one for one in trainers if one.node.peer.id != donor_id]
+        world.slow_links |= {(one.node.peer, newcomer.node.peer) for one in trainers}
+        first = late.share.next_step
+        world.run(until=lambda: late.share.next_step > first + 1)
+        kill_donor(world, newcomer, trainers)
+        world.slow_links = {(late.node.peer, newcomer.node.peer)}
+        for other in others:
+            world.cut(late.node, other.node)
+        turn = world.turns + 60
+        world.run(until=lambda: world.turns > turn)
+        world.slow_links.clear()
+        for other in others:
+            world.connect(late.node, other.node)
+        world.run()
+    assert_identical([*trainers, newcomer])
+
+
 def is_ready(newcomer: Trainer) -> bool:
     """Return whether a newcomer has its snapshot, and waits for the members to name it."""
     return newcomer.share._membership.phase is Phase.READY
