@@ -565,9 +565,8 @@ class Donor:
             if snapshot is None and not refusal:
                 try:
                     snapshot = make()
-                except (
-                    Exception
-                ) as error:  # of the caller's state: a newcomer must not end a member
+                except Exception as error:
+                    # Of the caller's state: a newcomer must not end a member.
                     refusal = f"{_REFUSAL}{type(error).__name__}: {error}"[:_REFUSAL_MAX]
                     self._log.log(run, clock.now_s(), "%s", refusal)
             if snapshot is None:
