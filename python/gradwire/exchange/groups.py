@@ -73,6 +73,7 @@ class Groups:
         groups: as given.
         encoders: of the groups, in order.
         numel: elements of all groups.
+        keeps_residuals: whether there always is memory for the residuals.
 
     Raises:
         ValueError: no group, two encoders with the same key, or two groups with the same tensor.
@@ -100,6 +101,7 @@ class Groups:
         self._tensors = len(times), max(times, default=-1)
         self.encoders = tuple(group.encoder for group in self.groups)
         self.numel = sum(encoder.numel for encoder in self.encoders)
+        self.keeps_residuals = any(encoder.keeps_residual for encoder in self.encoders)
         # Of encoders on a device, whose memory stays where it is: views of the residuals, and the arrays' shapes.
         self._on_device: tuple[list[Any], list[NDArray[Any]]] = [], []
 
@@ -310,11 +312,6 @@ class Groups:
     def has_residuals(self) -> bool:
         """Whether there is memory for the residuals now."""
         return any(encoder.has_residual for encoder in self.encoders)
-
-    @property
-    def keeps_residuals(self) -> bool:
-        """Whether there always is."""
-        return any(encoder.keeps_residual for encoder in self.encoders)
 
     def drop_residuals(self) -> None:
         """Free the residuals that are not kept."""

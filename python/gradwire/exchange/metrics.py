@@ -95,10 +95,10 @@ class _Times(NamedTuple):
     def of(cls, results: list[StepResult]) -> _Times:
         """Return the sums of the times of some results."""
         return cls(
-            sum(result.step_s for result in results),
-            sum(result.step_s - result.compute_s for result in results),
-            sum(result.encode_s for result in results),
-            sum(result.apply_s for result in results),
+            sum([result.step_s for result in results]),
+            sum([result.step_s - result.compute_s for result in results]),
+            sum([result.encode_s for result in results]),
+            sum([result.apply_s for result in results]),
         )
 
 

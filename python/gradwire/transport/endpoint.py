@@ -73,7 +73,7 @@ class Endpoint:
     @property
     def peers(self) -> tuple[Peer, ...]:
         """The connected peers, in order."""
-        return tuple(sorted(session.identity for session in self._up_sessions()))
+        return tuple(sorted([session.identity for session in self._up_sessions()]))
 
     def connect(self, *addresses: Address) -> None:
         """Connect to the first address, and reconnect whenever the connection is lost; try the others, too."""
@@ -98,7 +98,7 @@ class Endpoint:
                 f"a message of {len(payload)} bytes is larger than message_bytes_max ({self.limits.message_bytes_max})"
             )
         recipients = self._recipients(to)
-        ticket = Ticket(tag, len(payload), frozenset(session.identity for session in recipients))
+        ticket = Ticket(tag, len(payload), frozenset([session.identity for session in recipients]))
         if not recipients:
             return ticket
         if not self.has_room(len(payload)):
@@ -106,7 +106,7 @@ class Endpoint:
                 f"the send log holds {self.log.used_bytes} of {self.log.limit_bytes} bytes, too many to add "
                 f"{len(payload)}: wait for acknowledgements, or let the residual accumulate"
             )
-        indices = frozenset(session.index for session in recipients)
+        indices = frozenset([session.index for session in recipients])
         number = self.counters.messages_sent
         # Whoever is interrupted has published nothing: the same record numbers are sealed again, and leave once.
         records = list(self.sealer.seal_message(self.log.head, indices, number, tag, payload))
@@ -141,7 +141,7 @@ class Endpoint:
         """Return and forget the messages received, oldest first, and release their share of the receive budget."""
         messages = list(self.messages)
         self.messages.clear()
-        self.budget.give_back(*(len(message.payload) for message in messages))
+        self.budget.give_back(*[len(message.payload) for message in messages])
         if messages and self.budget.forget_waiting():
             # The session that has waited longest comes first: a busy peer must not keep the others from the budget.
             for session in sorted(self.sessions, key=lambda each: each.last_message):

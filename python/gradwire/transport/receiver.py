@@ -52,7 +52,7 @@ class ReceiveBudget:
 
     def give_back(self, *message_bytes: int) -> None:
         """Release the memory of messages that were handed over or given up."""
-        self.used_bytes -= sum(max(nbytes, SMALL_BYTES) for nbytes in message_bytes)
+        self.used_bytes -= sum([max(nbytes, SMALL_BYTES) for nbytes in message_bytes])
 
 
 @dataclass(slots=True)
