@@ -418,7 +418,7 @@ def test_a_newcomer_goes_by_the_others_where_a_member_s_updates_cannot_be_used(
         honest = [Trainer(world, node_id, 40, min_peers=2, **WAYS[way]) for node_id in (1, 2)]
         liar = Trainer(world, 3, 40, min_peers=2, timeout_s=1_000.0, **WAYS[way])
         world.run(until=lambda: len(honest[0].results) > 3)
-        honest.append(Trainer(world, 4, 40, **WAYS[way]))
+        honest.append(Trainer(world, 4, 40, min_peers=1, **WAYS[way]))
         lie_from(liar.node, liar.share.next_step + world.random.randint(0, 4), lie)
         if way == "async":  # which has no common step that all could finish
             world.run(until=lambda: honest[2].joined is not None)
