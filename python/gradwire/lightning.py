@@ -9,7 +9,7 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -278,7 +278,9 @@ class GradwireStrategy(DDPStrategy):
         """Remove all of a checkpoint's files, each once."""
         files = RankFiles(filepath, self.global_rank, self.world_size)
         if self.is_global_zero or (self.local_rank == 0 and Path(filepath).exists()):
-            self.checkpoint_io.remove_checkpoint(filepath)
+            # Machines with one file system remove it at the same time.
+            with suppress(FileNotFoundError):
+                self.checkpoint_io.remove_checkpoint(filepath)
         if self.global_rank:
             self.checkpoint_io.remove_checkpoint(files.own)
 
