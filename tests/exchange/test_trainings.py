@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sys
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -289,6 +290,62 @@ def test_trainings_that_begin_at_the_same_time_become_one(seed: int) -> None:
     assert not any(each.error for each in trainers)
     assert len({each.params.tobytes() for each in trainers}) == 1
     assert len({each.share.state_dict()["training"] for each in trainers}) == 1
+
+
+@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize(
+    "way", [("sync", "mesh"), ("sync", "sharded"), ("async", "mesh")], ids="-".join
+)
+@pytest.mark.parametrize("size", [2, 3])
+def test_of_groups_that_begin_apart_no_node_is_left_alone(
+    size: int, way: tuple[Any, Any], seed: int
+) -> None:
+    """A member may give way in its first step, which the others of its group have finished: they follow."""
+    with cluster(seed) as world:
+        options = dict(zip(("mode", "topology"), way, strict=True))
+        trainers = [
+            Trainer(world, rank, OLD, 20, min_peers=size - 1, **options) for rank in range(2 * size)
+        ]
+        sides = trainers[:size], trainers[size:]
+        for near, far in (sides, sides[::-1]):
+            world.slow_links |= {(a.node.peer, b.node.peer) for a in near for b in far}
+        meet_s = world.random.uniform(0.0, 1.2 * COMPUTE_S)
+        world.run(until=lambda: world.now_s > meet_s)
+        world.slow_links.clear()
+        world.run()
+    assert not any(each.error for each in trainers)
+    trainings = Counter(each.share.state_dict()["training"] for each in trainers)
+    # Where both groups have finished a step, neither gives way.
+    assert sorted(trainings.values()) in ([2 * size], [size, size])
+
+
+@pytest.mark.parametrize("seed", seeds(3))
+def test_a_node_that_left_and_trains_elsewhere_takes_nobody_with_it(seed: int) -> None:
+    with cluster(seed) as world:
+        stays = Trainer(world, 0, OLD, 80)
+        leaves = world.node(1)
+
+        def train(steps: int, start: float) -> None:
+            share = exchange(leaves)
+            params = np.full(NUMEL, start, np.float32)
+            for _ in range(steps):
+                world.compute(leaves, COMPUTE_S)
+                share.step(np.full(NUMEL, 2.0**-6, np.float32), params)
+            share.leave(params)
+
+        worker = world.start(leaves, lambda: train(5, OLD))
+        world.run(until=lambda: worker.is_done)
+        partner = Trainer(world, 2, NEW, 40)
+        for other in (leaves, partner.node):
+            world.slow_links |= {(stays.node.peer, other.peer), (other.peer, stays.node.peer)}
+        world.start(leaves, lambda: train(40, NEW))
+        world.run(until=lambda: partner.share.next_step > 4)
+        world.slow_links.clear()
+        world.run()
+    assert not stays.error
+    assert stays.share.next_step == 80
+    assert stays.params[0] > OLD
+    assert partner.params[0] < OLD
 
 
 @pytest.mark.parametrize("seed", seeds(2))

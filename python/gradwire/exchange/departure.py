@@ -436,13 +436,13 @@ class Departure:
 
     def _still_sends(self, run: NodeRun, next_missing: int) -> bool:
         """Return whether a node that is gone, as others say, still has updates for this node."""
-        membership = self._membership
         # Who leaves waits until all have got them, and the reporter, which would have to relay them, may leave before
         # it could. An observer gets nothing relayed, and hears by itself how the node ends.
-        is_late = membership.members[run].next_missing < next_missing
+        is_late = self._membership.members[run].next_missing < next_missing
         has_left = self._introductions.has_finished(run)
-        is_awaited = membership.destination is Phase.READY or (has_left and is_late)
-        return is_awaited and (run in self._introductions.hellos or _has_more(self._router, run))
+        is_awaited = self._membership.destination is Phase.READY or (has_left and is_late)
+        is_unread = any(run_of(peer) == run for peer, *_ in self._router.remaining)
+        return is_awaited and (is_unread or run in self._introductions.hellos)
 
     def _answer_outsider(self, run: NodeRun) -> None:
         """Tell a node that takes this one for a member, and would wait for its reports, that it is none here."""
@@ -567,11 +567,6 @@ def _members_of(membership: Membership, report: dict[NodeRun, int]) -> dict[Node
         for run, next_missing in report.items()
         if run in members and next_missing >= (members[run].first_received or 0)
     }
-
-
-def _has_more(router: Router, run: NodeRun) -> bool:
-    """Return whether messages of a node, whose connection may have ended, are still to be handled."""
-    return any(run_of(peer) == run for peer, *_ in router.remaining)
 
 
 # ---- this node's own departure ---------------------------------------------------------------------------------------
@@ -841,10 +836,10 @@ class Trainings:
                 return "it is left over from an earlier run: end that process"
         own = introductions.training
         # Nodes that began at the same time learn of each other in their first step, and one training gives way. A
-        # training with a finished step is given up only for one that has begun with a member of it.
-        gives_way = membership.phase is Phase.IN and (
-            not hello.is_confirmed or (hello.phase is Phase.IN and run in membership.peers)
-        )
+        # training with a finished step is given up only for one that a member of it takes part in.
+        has_gone = run in membership.finals and not introductions.has_finished(run)
+        is_member = hello.phase is Phase.IN and (run in membership.members or has_gone)
+        gives_way = membership.phase is Phase.IN and (not hello.is_confirmed or is_member)
         if own and hello.training not in ("", own) and introductions.is_confirmed and not gives_way:
             return (
                 f"training {hello.training} there, {own} here: end processes that are left over from an earlier run, "
@@ -954,7 +949,9 @@ class Trainings:
         ours = (*reversed(membership.origin), -len(members), min(members).id)
         first = min((member.id for member in hello.members), default=0)
         theirs = (*reversed(hello.origin), -len(hello.members), first)
-        if theirs < ours:
+        # A member may have given way in its first step, which this node had finished: if it is alone now, it follows.
+        is_alone = not is_same and hello.is_confirmed and not {*membership.peers} - {run}
+        if theirs < ours or is_alone:
             if not is_same:
                 introductions.give_up()
             self._departure.rejoin(f"this node had split off from {len(hello.members)} others")
