@@ -592,7 +592,8 @@ def deliver(
     wait = clock.Wait("the last update is on its way", options.timeout_s)
     late: dict[NodeRun, int] = {}
     lost: set[NodeRun] = set()
-    observers = {run for run, hello in introductions.hellos.items() if hello.role == "observer"}
+    # Before the loop, because a connection that ends takes its introduction with it.
+    observers = set(introductions.observers)
     while True:
         is_sent = router.flush()
         paths = router.node.stats().peers

@@ -658,6 +658,11 @@ class Introductions:
             and hello.role != "observer"
         }
 
+    @property
+    def observers(self) -> list[NodeRun]:
+        """The connected observers, which follow a training and begin none."""
+        return sorted(run for run, hello in self.hellos.items() if hello.role == "observer")
+
     def ignore(self, is_of_former: Callable[[Hello], bool]) -> None:
         """Take nodes for incompatible while their introductions are of a training that has ended here."""
         self._ignored.append(is_of_former)

@@ -230,7 +230,7 @@ class Start:
         text += f"; {', '.join(missing)} missing" if missing else ""
         silent = introductions.describe(sorted(connected - introductions.hellos.keys()))
         text += f"; connected, and still preparing: {silent}" if silent else ""
-        observers = introductions.describe(_observers(introductions))
+        observers = introductions.describe(introductions.observers)
         is_short = observers and len(ready) < expected
         return text + (f"; observers do not count: {observers}" if is_short else "")
 
@@ -523,19 +523,13 @@ def wait_until_all_finish(start: Start, following: int) -> None:
         start._poll(clock.POLL_S)
 
 
-def _observers(introductions: Introductions) -> list[NodeRun]:
-    """Return the connected observers, which do not begin a training."""
-    hellos = introductions.hellos.items()
-    return sorted(run for run, hello in hellos if hello.role == "observer")
-
-
 def _count_members(addresses: Collection[str], introductions: Introductions) -> int:
     """Return the number of nodes at these addresses that may begin a training.
 
     A connected node counts before it has said what it is. It may be an observer, or go again without a word, as
     ``gradwire doctor`` does. A node that a list of peers names counts whether it is connected or not.
     """
-    observers = {introductions.peer_of(run).address for run in _observers(introductions)}
+    observers = {introductions.peer_of(run).address for run in introductions.observers}
     return len(set(addresses) - observers)
 
 
