@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from operator import itemgetter
 from typing import Any
@@ -150,11 +150,9 @@ class Join:
             if membership.run in able:
                 self._donor.serve(here, lambda: _snapshot_of(self, here, params, optimizer_state))
             elif not self._recipient.is_asked:
-                # One at a time from each: those that have got them double with every turn.
-                waiting = sorted(digests.keys() - able).index(membership.run)
-                if waiting < len(able):
+                if (donor := _donor_for(membership.run, sorted(digests), able)) is not None:
                     asked_digest = digests[first]
-                    self._recipient.request([able[waiting]], {}, self._replica.state_layout(params))
+                    self._recipient.request([donor], {}, self._replica.state_layout(params))
             elif (snapshot := self._recipient.take()) is not None:
                 optimizer_state.check(snapshot.arrays[snapshot.params :])
                 self._load(snapshot, params, optimizer_state)
@@ -516,6 +514,23 @@ class Join:
         replica.assign_owners(snapshot.senders, snapshot.step, self._introductions.workers)
         replica.add_late_parts(params)
         self._on_load()
+
+
+def _donor_for(run: NodeRun, runs: list[NodeRun], able: Collection[NodeRun]) -> NodeRun | None:
+    """Return the node that gives another one the initial parameters; None while it has none, or gives them to others.
+
+    Args:
+        run: gets them.
+        runs: all nodes, in order; the first one has the parameters.
+        able: those that have the parameters.
+    """
+    # Each gives them to one at a time, so that those that have them double with every turn. Who gets them from whom
+    # depends on the nodes alone: by who has them at the moment, several would ask the same one while others are idle.
+    place = runs.index(run)
+    turn = place.bit_length() - 1
+    donor = place - (1 << turn)
+    before = [donor, *(donor + (1 << earlier) for earlier in range(donor.bit_length(), turn))]
+    return runs[donor] if all(runs[each] in able for each in before) else None
 
 
 def _moved(arrays: Arrays, begin: int) -> Arrays:
