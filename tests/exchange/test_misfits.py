@@ -95,7 +95,7 @@ def test_initial_members_whose_parameters_are_not_alike_do_not_begin(
     assert all(not one.any() for one in [params[0], *other])
 
 
-@pytest.mark.parametrize("seed", seeds(2))
+@pytest.mark.parametrize("seed", sorted({*seeds(2), 35}))
 def test_two_go_on_without_a_founder_that_told_too_late_what_its_parameters_are(
     seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -104,11 +104,14 @@ def test_two_go_on_without_a_founder_that_told_too_late_what_its_parameters_are(
         share.wait_for_peers()
         if dtype is np.float64:
             return refused(node, lambda: [share.step(update(3, n), params) for n in range(20)])
-        lost = [
-            gone.id for n in range(20) for gone in share.step(update(node.peer.id, n), params).lost
-        ]
+        lost, joined = set(), set()
+        while share.next_step < 20:
+            result = share.step(update(node.peer.id, share.next_step), params)
+            lost.update(gone.id for gone in result.lost)
+            joined.update(come.id for come in result.joined)
+            node.cluster.compute(node, 0.1)
         node.cluster.close(node)
-        return lost, params.tobytes()
+        return lost, joined, params.tobytes()
 
     with cluster(seed) as world:
         kinds = {1: np.float32, 2: np.float32, 3: np.float64}
@@ -118,8 +121,12 @@ def test_two_go_on_without_a_founder_that_told_too_late_what_its_parameters_are(
             workers.append(world.start(node, lambda n=node, d=dtype: train(n, d)))
         world.run()
     one, two, odd = [worker.result for worker in workers]
-    assert one == two
-    assert one[0] == [3]
+    assert one[-1] == two[-1]
+    # One of the two may be about to begin when the other parts with the founder: then it comes in late.
+    late = one[1] | two[1]
+    for (lost, _, _), node_id in ((one, 1), (two, 2)):
+        assert lost - late == (set() if node_id in late else {3})
+    assert late < {1, 2}
     for address in ("127.0.0.1:1001", "127.0.0.1:1002", "127.0.0.1:1003"):
         assert address in odd
     assert "127.0.0.1:1003 and this node (127.0.0.1:1001) do not fit: params" in caplog.text

@@ -223,7 +223,7 @@ class Departure:
             self.rejoin(f"{introductions.describe(excluding)} takes no more messages of this node")
             return
         # Parameters become known with the first step or join, so a mismatch may show only after the start.
-        if not incompatible or membership.phase is not Phase.IN:
+        if membership.phase is not Phase.IN or not (incompatible or introductions.fits_nobody):
             return
         if len(incompatible) == len(membership.peers):
             raise Mismatch(introductions.describe_incompatible())

@@ -689,6 +689,16 @@ class Introductions:
         """Number of connected nodes that train something else; those that end an earlier training do not count."""
         return sum(not self._is_ignored(self.hellos[run]) for run in self.incompatible)
 
+    @property
+    def fits_nobody(self) -> bool:
+        """Whether no node that this one has met trains the same, and one of them takes part in its training."""
+        # Where this node is alone, it is the wrong one: the others have parted with it, and perhaps with each other.
+        return (
+            not self.compatible()
+            and self.interrupted <= self.incompatible.keys()
+            and any(self.hellos[run].training == self.training for run in self.incompatible)
+        )
+
     def exclude(self, run: NodeRun, reason: str) -> None:
         """Take a node for incompatible until its process is started again."""
         self._excluded[run] = reason
