@@ -138,6 +138,18 @@ def test_a_node_that_never_comes_in_does_not_go_on_alone_when_the_others_have_fi
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_a_node_that_could_not_come_in_hears_why_also_when_the_others_have_ended(way: str) -> None:
+    with cluster(1) as world:
+        trainers = of_a_newcomer(world, WAYS[way])
+        until_s = world.now_s + TIMEOUT_S / 2
+        world.run(until=lambda: world.now_s > until_s)
+        for member in trainers[:2]:
+            world.kill(member.node)
+        with pytest.raises(TimeoutError, match=r"1020 is silent; .* before: .* cannot reach"):
+            world.run()
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_a_node_comes_in_as_soon_as_it_reaches_the_other(way: str) -> None:
     with cluster(1) as world:
         trainers = in_the_middle(world, WAYS[way])

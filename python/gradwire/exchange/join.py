@@ -299,6 +299,7 @@ class Join:
             raise RuntimeError("this exchange has left")
         self._trainings.begin_to_join()
         wait = clock.Wait("this node joins", self._options.timeout_s)
+        earlier, since, met = "", None, set()
         pace = Pace()
         while membership.phase is not membership.destination:
             if membership.phase is Phase.JOINING:
@@ -319,20 +320,16 @@ class Join:
             step_s = max([pace.longest_s, *(hello.step_s for hello in hellos)])
             wait.allow(self._options.timeout_s + _SILENT_STEPS * step_s)
             obstacle = self._trainings.describe_obstacle()
-            wait.note(
-                (self._recipient.received_bytes, self._replica.step, membership.phase),
-                self._recipient.progress or obstacle or introductions.describe_departed(),
-            )
+            marker = (self._recipient.received_bytes, self._replica.step, membership.phase)
+            peers = set(self._router.node.peers)
+            # Where members end meanwhile, nothing stands in the way any more, and yet it is why this node is not in.
+            if obstacle or marker != since or not peers <= met:
+                earlier, since, met = obstacle, marker, peers
+            departed = introductions.describe_departed()
+            wait.note(marker, self._recipient.progress or obstacle or departed)
             _check_kept_updates(membership, self._recipient)
             if wait.is_over:
-                came = self._recipient.progress
-                if came and self._recipient.arrived_bytes:
-                    came = f"of a snapshot {came} have come: is the link too slow beside the members' updates?"
-                elif self._recipient.refusal:
-                    came = self._recipient.refusal
-                elif hellos and self._recipient.is_asked:
-                    came = f"no part of a snapshot has come; {datagram_hint(self._router.node)}"
-                reason = obstacle or came or introductions.describe_departed()
+                reason = obstacle or _describe_outside(self, earlier)
                 raise TimeoutError(
                     f"this node did not come in within {wait.silence_s:g} s of the last progress, from {len(hellos)} "
                     f"members that it sees; {reason or 'nobody has gone'}"
@@ -514,6 +511,26 @@ class Join:
         replica.assign_owners(snapshot.senders, snapshot.step, self._introductions.workers)
         replica.add_late_parts(params)
         self._on_load()
+
+
+def _describe_outside(join: Join, earlier: str) -> str:
+    """Say why a node has not come in that nothing keeps out now; empty if there is no reason.
+
+    Args:
+        join: of this node.
+        earlier: what kept it out since its last progress, or empty.
+    """
+    recipient = join._recipient
+    if recipient.progress and recipient.arrived_bytes:
+        came = recipient.progress
+        return f"of a snapshot {came} have come: is the link too slow beside the members' updates?"
+    if recipient.refusal:
+        return recipient.refusal
+    if recipient.is_asked and join._introductions.compatible(Phase.IN):
+        return f"no part of a snapshot has come; {datagram_hint(join._router.node)}"
+    kept_out = f"it could not come in before: {earlier}" if earlier else ""
+    gone = join._introductions.describe_departed()
+    return recipient.progress or "; ".join(filter(None, [gone, kept_out]))
 
 
 def _donor_for(run: NodeRun, runs: list[NodeRun], able: Collection[NodeRun]) -> NodeRun | None:
