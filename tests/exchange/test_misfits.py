@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -214,6 +215,20 @@ def test_another_version_is_told_and_left_alone(
         assert "versions" in lines[0]
     if greeting is OTHER_VERSION:
         assert "versions [99, 1] there" in caplog.text
+
+
+def test_who_trains_alone_goes_on_where_a_misfit_comes_with_a_checkpoint_of_the_training() -> None:
+    with cluster(4) as world:
+        trainer = Trainer(world, 10, 20, min_peers=0)
+        world.run(until=lambda: len(trainer.results) > 3)
+        node = world.node(20)
+        training = trainer.share._membership.introductions.training
+        greeting = replace(
+            Hello.decode(own_greeting(node, {"versions": [1, 1]})), training=training
+        )
+        world.start(node, lambda: intrude(world, node, (Kind.HELLO, 0, greeting.encode())))
+        world.run()
+    assert trainer.share.next_step == 20
 
 
 def test_a_node_among_others_of_another_version_is_refused() -> None:

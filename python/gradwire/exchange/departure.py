@@ -218,12 +218,12 @@ class Departure:
         membership = self._membership
         introductions = self._introductions
         incompatible = [run for run in membership.peers if run in introductions.incompatible]
-        excluding = list(filter(introductions.excludes_this_node, incompatible))
-        if excluding:
+        if excluding := list(filter(introductions.excludes_this_node, incompatible)):
             self.rejoin(f"{introductions.describe(excluding)} takes no more messages of this node")
             return
         # Parameters become known with the first step or join, so a mismatch may show only after the start.
-        if membership.phase is not Phase.IN or not (incompatible or introductions.fits_nobody):
+        is_odd = introductions.fits_nobody({*membership.departing, *membership.finals})
+        if membership.phase is not Phase.IN or not (incompatible or is_odd):
             return
         if len(incompatible) == len(membership.peers):
             raise Mismatch(introductions.describe_incompatible())

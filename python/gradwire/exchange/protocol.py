@@ -13,7 +13,7 @@ import json
 import logging
 import math
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -689,14 +689,13 @@ class Introductions:
         """Number of connected nodes that train something else; those that end an earlier training do not count."""
         return sum(not self._is_ignored(self.hellos[run]) for run in self.incompatible)
 
-    @property
-    def fits_nobody(self) -> bool:
-        """Whether no node that this one has met trains the same, and one of them takes part in its training."""
+    def fits_nobody(self, departed: Collection[NodeRun]) -> bool:
+        """Return whether all nodes that this one has met train something else, one that has departed among them."""
         # Where this node is alone, it is the wrong one: the others have parted with it, and perhaps with each other.
         return (
             not self.compatible()
             and self.interrupted <= self.incompatible.keys()
-            and any(self.hellos[run].training == self.training for run in self.incompatible)
+            and not self.incompatible.keys().isdisjoint(departed)
         )
 
     def exclude(self, run: NodeRun, reason: str) -> None:
