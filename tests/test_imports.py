@@ -41,6 +41,7 @@ ALLOWED = {
     "state": {"policy"},
     "arrays": COMPILED | {"errors"},
     "partition": {"state"},
+    "shares": {"errors"},
     "slices": {"errors", "transport"},
     "ulps": {"arrays"},
     "agreement": {"arrays"},
@@ -55,7 +56,8 @@ ALLOWED = {
     "cost": {"policy", "transport"},
     "calibration": CODEC | {"cost", "transport"},
     "transport": {"clock", "errors", "rendezvous", "transport"},
-    "exchange": CODEC | {"agreement", "clock", "exchange", "shared_memory", "slices", "transport"},
+    "exchange": CODEC
+    | {"agreement", "clock", "exchange", "shared_memory", "shares", "slices", "transport"},
     "feed": {"errors", "feed", "shared_memory", "state", "transport"},
     "cli": CODEC
     | {

@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 import gradwire as gw
-from gradwire import clock, reference
+from gradwire import clock, reference, shares
 from gradwire.errors import Mismatch
 from gradwire.exchange import snapshot as snapshot_module
 from gradwire.exchange.membership import STEPS_AHEAD_MAX, UpdateStream
@@ -257,7 +257,8 @@ def test_a_snapshot_with_values_that_are_not_finite_is_not_taken(
 def test_values_that_were_not_asked_for_are_not_taken(
     contents: list[Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshot_module, "_WHOLE_BYTES", 1)
+    monkeypatch.setattr(snapshot_module, "WHOLE_BYTES", 1)
+    monkeypatch.setattr(shares, "WHOLE_BYTES", 1)
     answers = Answers(1, 2, step=5)
     for place, content in contents:
         answers.add(place, content)
@@ -273,8 +274,9 @@ def test_the_fastest_donor_is_asked_for_what_a_slow_one_has_not_sent(
     after_s: float, is_dropped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = 0.0
-    monkeypatch.setattr(snapshot_module, "_WHOLE_BYTES", 1)
-    monkeypatch.setattr(snapshot_module, "_ALIGNMENT_BYTES", 4)
+    monkeypatch.setattr(snapshot_module, "WHOLE_BYTES", 1)
+    monkeypatch.setattr(shares, "WHOLE_BYTES", 1)
+    monkeypatch.setattr(shares, "_ALIGNMENT_BYTES", 4)
     monkeypatch.setattr(clock, "now_s", lambda: now_s)
     answers = Answers(1, 2, 3, step=5)
     for place in range(3):

@@ -7,12 +7,10 @@ import json
 import logging
 import math
 import threading
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
@@ -21,6 +19,7 @@ from .. import clock
 from ..agreement import checked_state
 from ..arrays import Arrays, layouts, nonfinite, put, writable_views
 from ..errors import Closed, MessageError, Mismatch, NotConnected, WouldBlock
+from ..shares import WHOLE_BYTES, Division, Ranges, memory_of, size_of, without
 from ..slices import Outgoing, Slicer
 from .owner import Accepted
 from .protocol import (
@@ -51,8 +50,6 @@ __all__ = [
 ]
 
 Layout: TypeAlias = list[list[Any]]  # [dtype, shape] of each array
-#: Begin and end of parts of the bytes of all arrays, one after the other; in order, without a common byte.
-Ranges: TypeAlias = list[tuple[int, int]]
 
 _LOG = logging.getLogger(__name__)
 
@@ -67,9 +64,6 @@ _BUSY_SHARE = 0.1
 # A member from which nothing has come for so long takes nothing of the link.
 _SILENT_S = 1.0
 _LOOK_S = 0.01  # between two looks for space
-# A smaller array comes from one donor, so that no description in bytes is of two. Several donors send as much each.
-_WHOLE_BYTES = 8 << 20
-_ALIGNMENT_BYTES = 64  # of a place in a larger array at which another donor goes on
 # Members that send one snapshot together: enough where each sends a tenth of what the newcomer can receive.
 _DONORS_MAX = 8
 # The rest of slow donors is asked of the fastest where it would take less than this part of the time, so many seconds
@@ -83,7 +77,7 @@ _REFUSAL = "no snapshot: "
 _REFUSAL_MAX = 300
 # A header comes from another machine: it must not be able to claim any amount of memory.
 _ARRAYS_MAX = 1 << 20
-_RANGES_MAX = 1 << 10
+_RANGES_MAX = 1 << 13
 # Bounds of the optimiser's state in it: twice the parameters are usual.
 _STATE_FACTOR = 16
 _STATE_BYTES = 256 << 20
@@ -287,7 +281,7 @@ class Snapshot:
     def parts(self, ranges: Ranges, most_bytes: int, *, goes_on: bool) -> list[memoryview]:
         """Return the header, and copies of the arrays' bytes in some ranges, in parts of at most so many bytes."""
         parts = [memoryview(self.header(ranges, goes_on=goes_on))]
-        for data in _memory_of(self.arrays, ranges):
+        for data in memory_of(self.arrays, ranges):
             # NumPy asks the system for large pages: the members' next step waits for this copy.
             copied = np.array(data).data
             starts = range(0, len(copied), most_bytes)
@@ -303,38 +297,16 @@ class Snapshot:
     @property
     def nbytes(self) -> int:
         """Size of all arrays."""
-        return self._ends[-1] if self._ends else 0
-
-    def share(self, place: int, count: int) -> Ranges:
-        """Return what the donor at a place of several sends."""
-        # Whatever arrives can be brought up to a later step as long as no parameter arrives before its velocity.
-        velocity_bytes = sum(array.nbytes for array in self.arrays[: self.velocities])
-        rest_bytes = self.nbytes - 2 * velocity_bytes
-        first, last = (self._cut(velocity_bytes * at // count) for at in (place, place + 1))
-        begin, end = (
-            self._cut(2 * velocity_bytes + rest_bytes * at // count) for at in (place, place + 1)
-        )
-        ranges = [(first, last), (velocity_bytes + first, velocity_bytes + last), (begin, end)]
-        return [(begin, end) for begin, end in ranges if begin < end]
-
-    def whole(self, ranges: Ranges) -> Ranges:
-        """Return ranges of what is missing, with all of the small arrays that they touch."""
-        return [(self._cut(begin), end) for begin, end in ranges]
-
-    def _cut(self, place: int) -> int:
-        """Return the next place before a byte, or that byte, at which another donor may go on."""
-        index = bisect_right(self._ends, place)
-        if index == len(self._ends):
-            return self.nbytes
-        nbytes = self.arrays[index].nbytes
-        begin = self._ends[index] - nbytes
-        within = place - begin if nbytes > _WHOLE_BYTES else 0
-        return begin + within - within % _ALIGNMENT_BYTES
+        return self.division.nbytes
 
     @cached_property
-    def _ends(self) -> list[int]:
+    def division(self) -> Division:
+        """Of the arrays' bytes among several donors."""
         # Kept: a newcomer asks what is missing many times a second, and may wait for 100,000 arrays.
-        return list(accumulate(array.nbytes for array in self.arrays))
+        sizes = [array.nbytes for array in self.arrays]
+        # Bytes at the beginning of a state describe what follows.
+        described = [array.dtype for array in self.arrays[self.params :][:1]] == [np.uint8]
+        return Division(sizes, shared=self.params + described, velocities=self.velocities)
 
     def is_of_same_step(self, other: Snapshot) -> bool:
         """Return whether another donor's snapshot has the same values: it holds the same updates."""
@@ -366,24 +338,6 @@ def _read_ranges(entries: Any) -> Ranges:
     if any(not before <= begin < end for before, (begin, end) in zip(ends, ranges, strict=False)):
         raise ValueError(f"ranges that are not in order: {ranges[:4]}")
     return ranges
-
-
-def _memory_of(arrays: Arrays, ranges: Ranges) -> list[memoryview]:
-    """Return the memory of some ranges of all arrays' bytes, in order."""
-    pieces: list[memoryview] = []
-    left = deque(ranges)
-    base = 0
-    for array in arrays:
-        end = base + array.nbytes
-        while left and left[0][0] < end:
-            first, last = left[0]
-            data = array.reshape(-1).view(np.uint8).data
-            pieces.append(data[max(first - base, 0) : last - base])
-            if last > end:
-                break  # it goes on in the next array
-            left.popleft()
-        base = end
-    return [piece for piece in pieces if len(piece)]
 
 
 def _read_layout(dtype: Any, shape: Any) -> list[Any]:
@@ -574,7 +528,7 @@ class Donor:
             else:
                 # The updates go before the values, which the newcomer takes when it has the updates.
                 goes_on = request.digest == snapshot.digest and self._supply(run, request.steps)
-                share = snapshot.share(request.place, request.donors)
+                share = snapshot.division.share(request.place, request.donors)
                 ranges = request.missing if goes_on else share
                 if request.step not in (None, step):
                     ranges = []  # too late: the other donors' values are of another step
@@ -644,9 +598,9 @@ class _Delivery:
     """
 
     def __init__(self, arrays: Arrays, ranges: Ranges) -> None:
-        self.nbytes = _size_of(ranges)
+        self.nbytes = size_of(ranges)
         self._ranges = ranges
-        self._missing = deque(_memory_of(arrays, ranges))
+        self._missing = deque(memory_of(arrays, ranges))
 
     @property
     def is_done(self) -> bool:
@@ -755,7 +709,7 @@ class Recipient:
         # What goes on with an earlier snapshot needs the updates between two steps, and not between many.
         count = 1
         if step is not None and not goes_on and not self._asks_one:
-            shares = max(1, _layout_bytes(own_layout) // _WHOLE_BYTES)
+            shares = max(1, _layout_bytes(own_layout) // WHOLE_BYTES)
             count = min(len(donors), _DONORS_MAX, shares)
         step = step if count > 1 else None
         donors = sorted(donors, key=lambda run: run != self._fastest)
@@ -777,17 +731,22 @@ class Recipient:
 
     @property
     def missing(self) -> Ranges:
-        """What has not arrived of ``resumable``, or has to travel again."""
+        """What has not arrived of ``resumable``, or has to travel again if another donor sends it."""
         snapshot = self.resumable
-        deliveries = [delivery for delivery in self._deliveries.values() if delivery is not None]
-        ranges = [*self._holes, *(each for delivery in deliveries for each in delivery.missing)]
-        return [] if snapshot is None else snapshot.whole(sorted(ranges))
+        return [] if snapshot is None else snapshot.division.whole(self._not_arrived)
 
     @property
     def arrived_bytes(self) -> int:
-        """Size of what has arrived of ``resumable`` and need not travel again."""
+        """Size of what has arrived of ``resumable``."""
         snapshot = self.resumable
-        return 0 if snapshot is None else snapshot.nbytes - _size_of(self.missing)
+        return 0 if snapshot is None else snapshot.nbytes - size_of(self._not_arrived)
+
+    @property
+    def _not_arrived(self) -> Ranges:
+        deliveries = [delivery for delivery in self._deliveries.values() if delivery is not None]
+        return sorted(
+            [*self._holes, *(each for delivery in deliveries for each in delivery.missing)]
+        )
 
     def bring_up(self) -> None:
         """Note that ``earlier`` has the updates that ``incoming`` has."""
@@ -809,7 +768,7 @@ class Recipient:
         if not self._rate or elapsed_s <= _PATIENCE_S:
             return
         left = [
-            (_size_of(delivery.missing), delivery.nbytes)
+            (size_of(delivery.missing), delivery.nbytes)
             for delivery in self._deliveries.values()
             if delivery is not None
         ]
@@ -891,7 +850,7 @@ class Recipient:
             if not goes_on:  # this donor cannot go on with it
                 self.earlier = None
                 self._holes = [(0, snapshot.nbytes)]
-        self._holes = _without(self._holes, ranges)
+        self._holes = without(self._holes, ranges)
         self._deliveries[run] = _Delivery(self.incoming.arrays, ranges)
         if not ranges:
             self._end_delivery(run)
@@ -946,27 +905,6 @@ class Recipient:
         _LOG.warning("a snapshot with values that are not finite; this node asks another member")
         self.forget()
         return None
-
-
-def _without(ranges: Ranges, taken: Ranges) -> Ranges:
-    """Return ranges without others that lie within them.
-
-    Raises:
-        MessageError: they do not.
-    """
-    rest = list(ranges)
-    for begin, end in taken:
-        around = [(first, last) for first, last in rest if first <= begin and end <= last]
-        if not around:
-            raise MessageError(f"values from byte {begin} to {end}, which were not asked for")
-        [(first, last)] = around
-        rest.remove((first, last))
-        rest += [piece for piece in ((first, begin), (end, last)) if piece[0] < piece[1]]
-    return sorted(rest)
-
-
-def _size_of(ranges: Ranges) -> int:
-    return sum(end - begin for begin, end in ranges)
 
 
 def _layout_bytes(layout: Layout) -> int:
