@@ -330,6 +330,40 @@ def test_a_checkpoint_after_groups_were_added_goes_on_bit_for_bit() -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
+def test_a_group_that_is_added_right_after_a_checkpoint_keeps_what_was_loaded(
+    everywhere: Any, place: str
+) -> None:
+    def begin(share: Share) -> Any:
+        net = model()
+        return net, share(net, OPTIMIZERS["AdamW"](net[2].parameters()))
+
+    def go_on(rank: int, net: Any, optimizer: Any) -> Any:
+        optimizer.add_param_group({"params": net[0].parameters()})
+        train(net, optimizer, rank, range(3, 6))
+        common = torch.cat([each.detach().flatten() for each in optimizer.shared_params()])
+        return flat(net), optimizer.step_number, common
+
+    def straight(rank: int, share: Share) -> Any:
+        net, optimizer = begin(share)
+        train(net, optimizer, rank, range(3))
+        saved = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+        return saved, go_on(rank, net, optimizer)
+
+    def resumed(rank: int, share: Share) -> Any:
+        net, optimizer = begin(share)
+        weights, state = saved[rank]
+        net.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+        return go_on(rank, net, optimizer)
+
+    saved, ends = zip(*everywhere(place, straight), strict=True)
+    for (own, step, common), end in zip(everywhere(place, resumed), ends, strict=True):
+        assert step == end[1]
+        assert same_bits(own, end[0])
+        assert same_bits(common, end[2])
+
+
+@pytest.mark.parametrize("place", PLACES)
 def test_groups_that_are_assigned_before_the_first_step_are_shared(
     everywhere: Any, place: str
 ) -> None:

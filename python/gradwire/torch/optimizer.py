@@ -616,8 +616,8 @@ class SharedOptimizer(
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train further parameters of the model from now on, as gradual unfreezing does; on all nodes alike.
 
-        In the middle of training all nodes call this after the same step. It takes one exchange more, and waits for all
-        members.
+        In the middle of training, or after a checkpoint was loaded, all nodes call this after the same step. It takes
+        one exchange more, and waits for all members.
 
         Raises:
             ValueError: the parameters are not the model's, this optimiser was not made by ``gradwire.torch.share``, or
@@ -634,6 +634,8 @@ class SharedOptimizer(
             )
         self._check_open()
         self._check_outside("add_param_group")
+        if self._loaded is not None:  # the training begins again with what the checkpoint has
+            self.join()
         inner = self.optimizer
         inner.add_param_group(check_group(param_group))
         try:
