@@ -299,8 +299,9 @@ class Join:
             raise RuntimeError("this exchange has left")
         self._trainings.begin_to_join()
         wait = clock.Wait("this node joins", self._options.timeout_s)
-        earlier, since, met = "", None, set()
         pace = Pace()
+        earlier = ""
+        since = None
         while membership.phase is not membership.destination:
             if membership.phase is Phase.JOINING:
                 if self._trainings.has_only_misfits():
@@ -321,10 +322,10 @@ class Join:
             wait.allow(self._options.timeout_s + _SILENT_STEPS * step_s)
             obstacle = self._trainings.describe_obstacle()
             marker = (self._recipient.received_bytes, self._replica.step, membership.phase)
-            peers = set(self._router.node.peers)
             # Where members end meanwhile, nothing stands in the way any more, and yet it is why this node is not in.
-            if obstacle or marker != since or not peers <= met:
-                earlier, since, met = obstacle, marker, peers
+            if obstacle or marker != since:
+                earlier = obstacle
+            since = marker
             departed = introductions.describe_departed()
             wait.note(marker, self._recipient.progress or obstacle or departed)
             _check_kept_updates(membership, self._recipient)

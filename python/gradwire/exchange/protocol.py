@@ -690,12 +690,12 @@ class Introductions:
         return sum(not self._is_ignored(self.hellos[run]) for run in self.incompatible)
 
     def fits_nobody(self, departed: Collection[NodeRun]) -> bool:
-        """Return whether all nodes that this one has met train something else, one that has departed among them."""
+        """Return whether all nodes that this one has met train something else, one that was a member among them."""
         # Where this node is alone, it is the wrong one: the others have parted with it, and perhaps with each other.
         return (
             not self.compatible()
             and self.interrupted <= self.incompatible.keys()
-            and not self.incompatible.keys().isdisjoint(departed)
+            and any(run in departed and not self.has_finished(run) for run in self.incompatible)
         )
 
     def exclude(self, run: NodeRun, reason: str) -> None:
