@@ -24,7 +24,7 @@ WHOLE_BYTES = 8 << 20
 _ALIGNMENT_BYTES = 64  # of a place in a larger array at which another donor goes on
 # Larger arrays of the optimiser's state are of all donors, at most so many of them; the others are of the first donor.
 _DIVIDED_BYTES = 1 << 20
-_DIVIDED_MAX = 512
+_DIVIDED_MAX = 1 << 12
 
 
 class Division:
@@ -89,7 +89,7 @@ class Division:
     def whole(self, ranges: Ranges) -> Ranges:
         """Return ranges of what is missing, with all that another donor has to send together with them.
 
-        These are small arrays, and the same elements of the optimiser's other arrays.
+        These are small arrays, and the same elements of other arrays of the optimiser.
         """
         missing: Ranges = []
         touched: set[tuple[int, int, int]] = set()
@@ -113,7 +113,7 @@ class Division:
             within = range(max(begin, first) - first, min(end, last) - first)
             low, high = within[0] % nbytes, within[-1] % nbytes + 1
             low -= low % _ALIGNMENT_BYTES
-            if nbytes <= WHOLE_BYTES or len(within) >= nbytes:
+            if len(within) >= nbytes:
                 parts.add((index, 0, nbytes))
             elif low < high:
                 parts.add((index, low, high))

@@ -77,7 +77,7 @@ _REFUSAL = "no snapshot: "
 _REFUSAL_MAX = 300
 # A header comes from another machine: it must not be able to claim any amount of memory.
 _ARRAYS_MAX = 1 << 20
-_RANGES_MAX = 1 << 13
+_RANGES_MAX = 1 << 14
 # Bounds of the optimiser's state in it: twice the parameters are usual.
 _STATE_FACTOR = 16
 _STATE_BYTES = 256 << 20
