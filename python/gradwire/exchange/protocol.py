@@ -692,10 +692,11 @@ class Introductions:
     def fits_nobody(self, departed: Collection[NodeRun]) -> bool:
         """Return whether all nodes that this one has met train something else, one that was a member among them."""
         # Where this node is alone, it is the wrong one: the others have parted with it, and perhaps with each other.
+        members = {run for run in self.incompatible if self.hellos[run].phase is Phase.IN}
         return (
             not self.compatible()
             and self.interrupted <= self.incompatible.keys()
-            and any(run in departed and not self.has_finished(run) for run in self.incompatible)
+            and any(run in departed and not self.has_finished(run) for run in members)
         )
 
     def exclude(self, run: NodeRun, reason: str) -> None:
