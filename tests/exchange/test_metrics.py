@@ -316,14 +316,14 @@ def test_top_shows_rates_and_peers(
             step(share)
         after = top.pages()
         [name] = after
-        after[name]["time_s"] = before[name]["time_s"] + 3.0
+        after[name]["stats"]["step_s"] = before[name]["stats"]["step_s"] + 3.0
         after[name]["slowest"] = other.address
         sent = before[name]["transport"]["udp_bytes_sent"]
         after[name]["transport"]["udp_bytes_sent"] = sent + 9 * 2_000  # to all peers together
-        head, line, place, peer = top.table(before, after)
+        head, line, place, peer = top.table(before, after, after)
         assert place == f"  process {os.getpid()}, step 10, {Path(sys.argv[0]).name}"
         after[name]["rank"] = "rank 3"
-        assert list(top.table(before, after))[2].startswith("  rank 3, step 10, ")
+        assert list(top.table(before, after, after))[2].startswith("  rank 3, step 10, ")
         assert line.split()[:2] == [node.address, "3"]
         assert " 2 kB " in line
         assert len(head.split()) == 8
@@ -335,6 +335,60 @@ def test_top_shows_rates_and_peers(
     del share
     gc.collect()
     assert list(folder.iterdir()) == []
+
+
+def columns_at(every: int, step_s: float, last_s: float = 1e9) -> list[list[str]]:
+    """Return rate, share, density, bytes and unit of the tables of a training whose last step ends at ``last_s``."""
+
+    def figures(time_s: float) -> top.Pages:
+        steps = int(min(time_s, last_s) / step_s)
+        exchanges = steps // every
+        stats = {
+            "steps": exchanges,
+            "local_steps": steps - exchanges,
+            "step_s": steps * step_s,
+            "compute_s": 0.75 * steps * step_s,
+            "density": 0.05,
+            "lost": 0,
+        }
+        page = {"address": f"[{':'.join(['2001'] * 8)}]:12345", "rank": "rank 0", "step": steps}
+        page |= {"script": "", "time_s": time_s, "stats": stats, "residual_norm": 1.0, "peers": []}
+        wire = {f"udp_bytes_{way}": 6_000 * exchanges for way in ("sent", "received")}
+        return {"1-2.sock": {**page, "transport": wire}}
+
+    before = latest = figures(600.0)
+    columns = []
+    for table in range(1, 31):
+        after = figures(600.0 + 2.0 * table)
+        before, latest = top.windows(before, latest, after)
+        head, line, _ = top.table(before, latest, after)
+        assert len(head) == len(line)
+        columns.append(line.split()[1:6])
+    return columns
+
+
+@pytest.mark.parametrize(
+    ("every", "step_s", "rate"),
+    [
+        (1, 0.125, "8"),
+        (1, 3.0, "0.333"),
+        (1, 20.0, "0.05"),
+        (15, 0.25, "4"),  # an exchange in every second table
+    ],
+)
+def test_top_shows_steps_and_exchanges_that_are_rarer_than_tables(
+    every: int, step_s: float, rate: str
+) -> None:
+    columns = columns_at(every, step_s)
+    known = next(index for index, column in enumerate(columns) if "?" not in column)
+    assert known <= every * step_s / 2.0
+    assert columns[known:] == [[rate, "25%", "5.00%", "6", "kB"]] * (30 - known)
+
+
+def test_top_shows_that_a_training_waits() -> None:
+    rates = [float(rate) for rate, *_ in columns_at(1, 0.125, 620.0)]
+    assert rates[:10] == [8.0] * 10
+    assert rates[10:14] == [0.5, 0.25, 0.167, 0.125]
 
 
 @pytest.mark.parametrize(
@@ -527,7 +581,7 @@ def test_top_shows_processes_that_do_not_answer_and_asks_all_at_once(
             assert f"process {process} does not answer within 0.5 s" in out
         answered = top.pages()
         silent = {name: {"process": page["process"]} for name, page in answered.items()}
-        lines = list(top.table(silent, answered))
+        lines = list(top.table(*top.windows(silent, silent, answered), answered))
         assert any(line.startswith(node.address) for line in lines)
     del share
 

@@ -19,8 +19,8 @@ INTERVAL_S = 2.0
 
 DESCRIPTION = """\
 Show the exchanges of this user that run on this machine, and their peers. Start the training with GRADWIRE_TOP=1 in the
-environment. Rates and shares are those of two seconds. Every table costs an exchange a pass over its residual; without
-a reader there is no cost.
+environment. Rates, shares and bytes are those of two seconds, or, where exchanges are rarer, of the last exchange
+and the steps before it. Every table costs an exchange a pass over its residual; without a reader there is no cost.
 """
 
 Pages = dict[str, dict[str, Any]]
@@ -51,15 +51,17 @@ def run(arguments: argparse.Namespace) -> int:
         )
         return 1
     is_terminal = sys.stdout.isatty() and not arguments.once
+    latest = before
+    after = before
     try:
-        while before:
+        while after:
             time.sleep(INTERVAL_S)
             after = pages()
-            text = "\n".join(table(before, after))
+            before, latest = windows(before, latest, after)
+            text = "\n".join(table(before, latest, after))
             print(f"\x1b[H\x1b[2J{text}" if is_terminal else text, flush=True)
             if arguments.once:
                 break
-            before = after
     except KeyboardInterrupt:
         pass
     return 0
@@ -98,45 +100,75 @@ def _ask(path: Path) -> dict[str, Any]:
     return page
 
 
-def table(before: Pages, after: Pages) -> Iterator[str]:
-    """Yield the lines of the table: every exchange, followed by its peers."""
+def windows(before: Pages, latest: Pages, after: Pages) -> tuple[Pages, Pages]:
+    """Return the pages between which a table counts: those of the last two tables that had a new exchange.
+
+    Two seconds may have no step, or only local ones. Until an exchange has ended both pages are the first.
+    """
+    begins: Pages = {}
+    ends: Pages = {}
+    for name, page in after.items():
+        end = latest.get(name, page)
+        begin = before.get(name, page)
+        if "stats" in page:
+            exchanges = page["stats"]["steps"]
+            # Fewer are those of another exchange of the process, whose socket has the same name.
+            if "stats" not in end or exchanges < end["stats"]["steps"]:
+                begin = end = page
+            elif exchanges > end["stats"]["steps"]:
+                begin = end
+                end = page
+        begins[name] = begin
+        ends[name] = end
+    return begins, ends
+
+
+def table(before: Pages, latest: Pages, after: Pages) -> Iterator[str]:
+    """Yield the lines of the table: every exchange, followed by its peers; see `windows`."""
+    nodes = [page for page in after.values() if "stats" in page]
+    addresses = [each["address"] for page in nodes for each in (page, *page["peers"])]
+    width = max([21, *map(len, addresses)])
     yield (
-        f"{'node':22}{'steps/s':>9}{'gradwire':>10}{'density':>9}{'sent/step':>11}{'recv/step':>11}"
-        f"{'residual':>10}{'lost':>6}"
+        f"{'node':{width}}{'steps/s':>10}{'gradwire':>10}{'density':>9}{'sent/exchange':>15}"
+        f"{'recv/exchange':>15}{'residual':>10}{'lost':>6}"
     )
     for name, page in after.items():
         if "stats" not in page:
             yield f"process {page['process']} does not answer within {ANSWER_S:g} s: it is stopped, or very busy"
             continue
-        earlier = before.get(name, {})
-        yield _node_line(earlier if "stats" in earlier else page, page)
+        yield f"{page['address']:{width}}{_rates(before[name], latest[name], page)}"
         rank = page["rank"] or f"process {page['process']}"
         yield f"  {rank}, step {page['step']}, {page['script'] or 'interactive'}"
         for peer in page["peers"]:
             mark = " <- last to arrive" if peer["address"] == page["slowest"] else ""
             yield (
-                f"  {peer['address']:24}{peer['srtt_s'] * 1e3:8.3g} ms{si(peer['rate_bytes_per_s'], 'B/s'):>13}"
+                f"  {peer['address']:{width}}{peer['srtt_s'] * 1e3:11.3g} ms{si(peer['rate_bytes_per_s'], 'B/s'):>13}"
                 f"{peer['loss_rate']:9.2%} lost{peer['backlog_records']:6d} waiting{mark}"
             )
 
 
-def _node_line(before: dict[str, Any], after: dict[str, Any]) -> str:
-    old = before["stats"]
-    new = after["stats"]
+def _rates(before: dict[str, Any], latest: dict[str, Any], now: dict[str, Any]) -> str:
+    end = now if latest is before else latest
+    stats = end["stats"]
 
     def grown(name: str) -> float:
-        return float(new[name] - old[name])
+        return float(stats[name] - before["stats"][name])
 
-    elapsed_s = after["time_s"] - before["time_s"]
-    steps = grown("steps") + grown("local_steps")
-    exchanges = max(1.0, grown("steps"))
-    rate = f"{steps / elapsed_s:.3g}" if elapsed_s else "?"
-    share = f"{1.0 - grown('compute_s') / grown('step_s'):.0%}" if grown("step_s") else "?"
+    exchanges = grown("steps")
+    steps = exchanges + grown("local_steps")
+    step_s = grown("step_s")
+    rate = steps / step_s if step_s else 0.0
+    waited_s = now["time_s"] - end["time_s"]
+    if waited_s:
+        # A training that waits is slower than it was: one more step, at most, has ended by now.
+        since = sum(now["stats"][name] - stats[name] for name in ("steps", "local_steps"))
+        rate = min(rate, (since + 1) / waited_s)
+    share = f"{1.0 - grown('compute_s') / step_s:.0%}" if step_s else "?"
     # On the wire: a message goes to every peer, and lost datagrams go twice.
     names = ("udp_bytes_sent", "udp_bytes_received")
-    wire = (after["transport"][name] - before["transport"][name] for name in names)
-    sizes = "".join(f"{si(nbytes / exchanges, 'B'):>11}" for nbytes in wire)
+    wire = (end["transport"][name] - before["transport"][name] for name in names)
+    sizes = [si(nbytes / exchanges, "B") if exchanges else "?" for nbytes in wire]
     return (
-        f"{after['address']:22}{rate:>9}{share:>10}{new['density']:9.2%}{sizes}"
-        f"{after['residual_norm']:10.3g}{new['lost']:6d}"
+        f"{rate:10.3g}{share:>10}{now['stats']['density']:9.2%}{sizes[0]:>15}{sizes[1]:>15}"
+        f"{now['residual_norm']:10.3g}{now['stats']['lost']:6d}"
     )
