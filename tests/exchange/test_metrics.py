@@ -595,6 +595,21 @@ def test_what_a_killed_process_has_left_is_removed(folder: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.parametrize("ends", [gw.Exchange.leave, lambda share, _: share.end()])
+def test_a_node_that_has_left_has_no_members(ends: Any) -> None:
+    def work(node: FakeNode, _: int) -> tuple[int, tuple[gw.transport.Peer, ...], str]:
+        share = gw.Exchange(gw.Encoder(4, 0.5), node, min_peers=2)
+        assert len(share.wait_for_peers()) == share.stats.members == 2
+        params = np.zeros(4, np.float32)
+        share.step(np.ones(4, np.float32), params)
+        ends(share, params)
+        return share.stats.members, share.members, repr(share)
+
+    for members, peers, text in run_cluster(work, count=3, seed=1):
+        assert (members, peers) == (0, ())
+        assert " 0 other members" in text
+
+
 def test_the_slowest_peer_is_named() -> None:
     def work(node: FakeNode, _: int) -> list[gw.StepResult]:
         share = gw.Exchange(gw.Encoder(4, 0.5), node, min_peers=1)  # type: ignore[arg-type]

@@ -149,7 +149,9 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
 
     @property
     def members(self) -> tuple[Peer, ...]:
-        """The other members that are not lost, by node id; empty before the first step."""
+        """The other members that are not lost, by node id; empty before the first step and after the last one."""
+        if self._membership.phase is Phase.LEAVING:
+            return ()
         return tuple(map(self._membership.introductions.peer_of, self._membership.peers))
 
     @property
@@ -189,7 +191,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
         return replace(
             self._stats,
             step_number=_step_number(self),
-            members=len(self._membership.peers),
+            members=0 if self._membership.phase is Phase.LEAVING else len(self._membership.peers),
             digests=self._consistency.agreed,
             step_s=self._meter.step_s,
             compute_s=self._meter.compute_s,

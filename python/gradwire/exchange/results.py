@@ -147,7 +147,7 @@ class ExchangeStats:
         threshold: threshold of the last message.
         staleness: staleness of the last step.
         step_number: number of the training's next step, see `Exchange.step_number`.
-        members: number of other members now.
+        members: number of other members now; 0 after this node's last step.
         digests: comparisons of all members' replicas that found no difference.
         encode_s: time spent encoding.
         wait_s: time spent handing over messages and waiting for the messages of the others.
