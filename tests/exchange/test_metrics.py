@@ -172,7 +172,7 @@ def test_a_listener_logs_every_so_many_steps(
     assert seen == [1 + 2 * number for number in range(7)]
     found = [text.split(":")[0] for text in caplog.messages if text.startswith("step ")]
     assert found == ["step 2", "step 5"]
-    assert "; messages of 49 B (in the mesh to each peer), received 0 B a step; " in caplog.text
+    assert "; sent 49 B (in the mesh to each peer) and received 0 B a step; " in caplog.text
     for steps, error in ((0, ValueError), (2.5, TypeError), ("a", TypeError)):
         with pytest.raises(error, match="steps must be"):
             log_every(steps)  # type: ignore[arg-type]
@@ -189,6 +189,8 @@ def test_local_steps_count_in_the_number_that_is_shown(
             share.step(np.ones(4, np.float32), params)
     found = [text.split(":")[0] for text in caplog.messages if text.startswith("step ")]
     assert found == ["step 2", "step 5"]
+    # The fourth step alone has sent a message, and none has the third of its bytes.
+    assert f"; sent {share.stats.sent_bytes / 3:.0f} B (in the mesh to each peer) " in caplog.text
     assert share.metrics_snapshot()["step"] == share.step_number == share.stats.step_number == 6
 
 

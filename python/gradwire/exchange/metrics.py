@@ -279,8 +279,8 @@ def log_every(steps: int) -> Listener:
         received_bytes = sum(past.received_bytes for past in seen) / steps
         share = 1.0 - compute_s / step_s if step_s else 0.0
         _LOG.info(
-            "step %d: %.4g ms a step, %.0f %% of it gradwire's; messages of %.0f B (in the mesh to each peer), "
-            "received %.0f B a step; density %.3g; %d other members",
+            "step %d: %.4g ms a step, %.0f %% of it gradwire's; sent %.0f B (in the mesh to each peer) and received "
+            "%.0f B a step; density %.3g; other members: %d",
             stats.step_number - 1,
             1e3 * step_s,
             100.0 * share,
