@@ -114,7 +114,7 @@ def test_what_was_taken_is_no_longer_missing() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
-@pytest.mark.parametrize("order", ["torch", "optax"])
+@pytest.mark.parametrize("order", ["torch", "jax"])
 def test_little_is_sent_again_for_a_donor_that_dies(order: str, count: int) -> None:
     """With the arrays of a transformer of 124 million parameters under AdamW."""
     width = 768
@@ -123,7 +123,7 @@ def test_little_is_sent_again_for_a_donor_that_dies(order: str, count: int) -> N
     numels = [50_304 * width, 1_024 * width, *layer * 12, width, width]
     params = [4 * numel for numel in numels]
     in_turn = [nbytes for moment in params for nbytes in (4, moment, moment)]
-    moments = in_turn if order == "torch" else [4, *params, *params]
+    moments = in_turn if order == "torch" else sorted([4, *params, *params])
     division = Division([*params, 2_000, *moments], shared=len(params) + 1, velocities=0)
     given = division.share(count - 1, count)
     shares_again = []
@@ -134,6 +134,8 @@ def test_little_is_sent_again_for_a_donor_that_dies(order: str, count: int) -> N
             come = max(0, come - (end - begin))
         again = shares.size_of(division.whole(missing)) - shares.size_of(missing)
         shares_again.append(again / division.nbytes)
-    # At most one moment of the embedding, if the donor dies between its two.
-    assert max(shares_again) <= 0.11
-    assert np.mean(shares_again) <= 0.02
+    # With torch at most one moment of the embedding, if the donor dies between its two. JAX's moments of all layers
+    # with the same size stand together.
+    most, usual = (0.11, 0.02) if order == "torch" else (0.3, 0.07)
+    assert max(shares_again) <= most / count
+    assert np.mean(shares_again) <= usual / count

@@ -563,16 +563,20 @@ class _SharedState:
         if not (arrays and self._is_shared):
             return
         step, _ = _read(arrays)
-        loaded = iter(arrays[1:])
         leaves, tree = jax.tree.flatten(self.values)
-        values = [_loaded(leaf, next(loaded)) if _is_plain(leaf) else leaf for leaf in leaves]
-        self._taken = jax.tree.unflatten(tree, values), step
+        plain = [at for at, leaf in enumerate(leaves) if _is_plain(leaf)]
+        plain.sort(key=lambda at: leaves[at].nbytes)
+        for at, array in zip(plain, arrays[1:], strict=True):
+            leaves[at] = _loaded(leaves[at], array)
+        self._taken = jax.tree.unflatten(tree, leaves), step
 
 
 def _plain_leaves(values: Any) -> list[Any]:
+    """Return the arrays of numbers in a state, the smaller first: both moments of a parameter stand close together."""
     import jax
 
-    return [leaf for leaf in jax.tree.leaves(values) if _is_plain(leaf)]
+    plain = [leaf for leaf in jax.tree.leaves(values) if _is_plain(leaf)]
+    return sorted(plain, key=lambda leaf: leaf.nbytes)
 
 
 def _read(arrays: Sequence[Any]) -> tuple[int, Any]:
