@@ -100,7 +100,7 @@ class SharedOptimizer(
         optimizer: the optimiser, all of whose parameters are shared.
         exchange: with an encoder, or groups, for as many elements as there are parameters, in the order of the
             optimiser's parameter groups and, within each, of ``names``; or one worker's part of a `LocalTeam`.
-        share_state: late nodes begin with the optimiser's state of another node, and all with that of the first node.
+        share_state: late nodes begin with another node's optimiser state of each parameter, all with the first node's.
         update_scale: factor of every update: a number, or "auto": 1.0 for SGD and its like, and for an adaptive
             optimiser a factor that is measured all the time. Such an optimiser divides by the size of its own
             gradients, noise included, so the mean of n nodes' updates is shorter than the update of their mean

@@ -62,8 +62,8 @@ def share(
             parameters' names: ``{"lm_head*": 0.02, "*.bias": "dense"}``, where "dense" sends whole updates and the rest
             has the default.
         update_scale: factor of every update, see `SharedOptimizer`.
-        share_state: nodes that join late take over the optimiser's state, too: with AdamW 8 of 12 bytes per parameter.
-            False: they begin with an empty one, in a third of the time.
+        share_state: nodes that join late take over the optimiser's state of each parameter, too: with AdamW 8 of 12
+            bytes per parameter. False: they begin with an empty one, in a third of the time.
         process_group: the ranks of this machine, whose gradients DistributedDataParallel averages already.
         shakeup: periodic messages with a smaller threshold, see `ShakeUp`; None: without.
         clip: periodic clipping of the residual, see `ResidualClip`; None: without.
