@@ -188,6 +188,20 @@ def test_a_late_node_s_state_belongs_to_names_whatever_order_a_group_has() -> No
         assert torch.equal(late.state[own]["exp_avg"], members.state[param]["exp_avg"])
 
 
+def test_the_state_of_another_optimizer_is_refused() -> None:
+    nets = [torch.nn.ParameterList([torch.ones(3)]) for _ in range(2)]
+    members, late = torch.optim.AdamW(nets[0]), torch.optim.RMSprop(nets[1])
+    there, here = (
+        SharedState(optimizer, [Staging(net[0])], lambda: ({}, {}))
+        for optimizer, net in zip((members, late), nets, strict=True)
+    )
+    here.check(there.export())  # there is no state yet
+    nets[0][0].grad = torch.ones(3)
+    members.step()
+    with pytest.raises(gw.Mismatch, match=r"optimiser is RMSprop, the members' is AdamW"):
+        here.check(there.export())
+
+
 def with_inference(make: Callable[[], Any]) -> Any:
     with torch.inference_mode():
         return make()

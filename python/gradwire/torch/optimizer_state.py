@@ -58,6 +58,7 @@ class SharedState:
                 params.append(self._exported(self._optimizer.state.get(param, {}), param, arrays))
         fixed, varying = self._others()
         document = {
+            "optimizer": type(self._optimizer).__name__,
             "params": params,
             "constants": [
                 None if staging.constants is None else _put(staging.constants, None, arrays)
@@ -84,6 +85,13 @@ class SharedState:
         there = len(document["params"])
         if there not in (0, here):
             raise Mismatch(f"this node's optimiser has {here} parameters, the members' has {there}")
+        # Of another optimiser it would lack what this one looks for in its next step.
+        kind = type(self._optimizer).__name__
+        if here and any(document["params"]) and kind != document["optimizer"]:
+            raise Mismatch(
+                f"this node's optimiser is {kind}, the members' is {document['optimizer']}, whose state it cannot take "
+                "over: give all nodes the same one, or share_state=False"
+            )
         fixed, _ = self._others()
         names = sorted(fixed.keys() ^ document["fixed"].keys())
         if names:
