@@ -165,7 +165,7 @@ def share(
             """Send the rest of this node's updates, and end its part; return the parameters that all share then.
 
             Raises:
-                WouldBlock, TimeoutError, MessageError, Closed: as ``Exchange.leave``.
+                WouldBlock, TimeoutError, MessageError, PeerLost, Closed: as ``Exchange.leave``.
             """
             return self._shared.leave()
 

@@ -315,7 +315,8 @@ class SharedArrays(NotCopied, instead="save its state_dict()"):
 
         Raises:
             ValueError: an array has another shape than the parameters', and is not flat.
-            NonFiniteUpdate, TimeoutError, PeerLost, Mismatch, Closed: as ``Exchange.join`` and ``Exchange.step``.
+            NonFiniteUpdate, WouldBlock, TimeoutError, MessageError, PeerLost, Mismatch, Diverged, Closed: as
+                ``Exchange.join`` and ``Exchange.step``.
         """
         self._check_open()
         check_order(update, self.params)
@@ -361,7 +362,7 @@ class SharedArrays(NotCopied, instead="save its state_dict()"):
         """Send the rest of this node's updates, for the last time, and close; the others go on. Return the last result.
 
         Raises:
-            WouldBlock, TimeoutError, MessageError, Closed: as ``Exchange.leave``.
+            WouldBlock, TimeoutError, MessageError, PeerLost, Closed: as ``Exchange.leave``.
         """
         if not self._is_closed:
             if self._has_joined:

@@ -294,7 +294,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
 
         Close the node afterwards; another exchange on the node may join again. A second call does nothing.
 
-        Args, Raises: as ``step``.
+        Args, Raises: as ``step``; also PeerLost: the last other node was lost before it had the update.
         """
         if self._options.role == "observer":
             raise ValueError('role="observer" has no last update to send: just close its node')
@@ -359,6 +359,8 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
                 unchanged.
             Closed: the node has been closed.
             PeerLost: fewer than ``min_members`` are left; the update was not taken.
+            Mismatch: as ``join``, where this node is no member yet or joins again; or the others have excluded it.
+            GradwireError: no node is left that owns parameters (``role``).
             TypeError, ValueError: the parameters or the update do not fit; nothing was taken.
             Diverged: the step is done, and most others turned out to hold other parameters; see ``resync``.
         """
@@ -396,7 +398,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
         Raises:
             ValueError: there was no ``join(params)`` before the parameters were moved.
             NonFiniteUpdate: as ``step``; ``params`` is without the movement.
-            WouldBlock, TimeoutError, MessageError, Closed, Diverged: as ``step``.
+            WouldBlock, TimeoutError, MessageError, Closed, PeerLost, Mismatch, GradwireError, Diverged: as ``step``.
         """
         if not self._replica.shared:
             raise ValueError(

@@ -97,8 +97,8 @@ class ExchangeOptions(TypedDict, total=False):
     #: shorten this node's update to the median of all nodes' where it is more than 4 times as long (bad data, a broken
     #: machine); with reduction="mean" and from 3 nodes on
     limit_outliers: bool
-    #: number of nodes, or of their workers where these are teams, this node's included, below which a step raises
-    #: `PeerLost`
+    #: number of nodes, or of their workers where these are teams, this node's included, below which the next step
+    #: raises `PeerLost`
     min_members: int
     timeout_s: float  #: longest wait of one step
     #: longest wait for the peers before the first step, which may load data for long; None: ``timeout_s``

@@ -321,7 +321,7 @@ class SharedOptimizer(
         A second call does nothing.
 
         Raises:
-            WouldBlock, TimeoutError, MessageError, Closed: as ``Exchange.leave``.
+            WouldBlock, TimeoutError, MessageError, PeerLost, Closed: as ``Exchange.leave``.
             RuntimeError: inside ``shared_parameters``.
         """
         self._check_outside("leave")
@@ -423,8 +423,8 @@ class SharedOptimizer(
                 optimiser made parameters NaN or infinite, and its update is reverted.
             RuntimeError: inside ``shared_parameters``.
             ValueError: a parameter was added past ``add_param_group``, or is of another kind than when it was shared.
-            WouldBlock, TimeoutError, MessageError, Closed: as ``Exchange.step_moved``; or the optimiser was
-                closed.
+            WouldBlock, TimeoutError, MessageError, PeerLost, Mismatch, Diverged: as ``Exchange.step_moved``.
+            Closed: the optimiser or the node was closed.
         """
         self._check_open()
         self._check_outside("step")
