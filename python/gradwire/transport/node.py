@@ -155,7 +155,7 @@ class Node(NotCopied, instead="make a node in every process that has one"):
         """Return the node of this process in the run that the environment describes.
 
         The place in the run is torchrun's, `gradwire run`'s, SLURM's, Open MPI's, PMI's or an indexed Kubernetes job's.
-        Every node's id is its rank; all connect to rank 0, at MASTER_ADDR:MASTER_PORT (UDP) or, with SLURM, on the
+        Every node's id is its rank; all connect to rank 0, at MASTER_ADDR:MASTER_PORT (UDP) or SLURM's or Kubernetes'
         first machine. ``GRADWIRE_PEERS``, ``GRADWIRE_BIND`` and ``GRADWIRE_MIN_PEERS`` take precedence, and ``options``
         above all. Without any of them the node is alone. ``per_machine``: a machine's processes make one node together.
 
