@@ -53,6 +53,7 @@ def prepare(
         Model and optimiser to train with.
 
     Raises:
+        TypeError: ``accelerator`` is none; or as `gradwire.torch.share`.
         ValueError: this accelerator has prepared an optimiser already; or as `gradwire.torch.share`.
     """
     if not hasattr(accelerator, "prepare_optimizer"):
@@ -93,6 +94,9 @@ def gradwire_trainer(
         trainer: ``transformers.Trainer``, or a class derived from it.
         density: as in `gradwire.torch.share`.
         options: see `ExchangeOptions`.
+
+    Raises:
+        TypeError: ``trainer`` is no class.
     """
     if not isinstance(trainer, type):
         raise TypeError(f"trainer must be a class such as transformers.Trainer, got {trainer!r}")
