@@ -355,17 +355,43 @@ def test_nodes_that_begin_with_other_parameters_are_refused_before_the_first_ste
     assert all("begin with other parameters" in worker.result for worker in workers)
 
 
-def test_the_checkpoint_of_one_node_is_refused_on_two() -> None:
-    def begins(node: FakeNode) -> str:
+def saved_with_equal_residuals(nodes: list[FakeNode]) -> list[dict[str, Any]]:
+    """Return what nodes save that have trained with the same data."""
+    states = []
+    for node in nodes:
         share = share_on(node, min_peers=1)
         share._groups.encoders[0].residual[:] = 0.125
-        return refused(node, lambda: share.join(np.zeros(NUMEL, np.float32)))
+        states.append(share.state_dict())
+    return states
 
+
+def begin_with(node: FakeNode, state: dict[str, Any]) -> Any:
+    share = share_on(node, min_peers=1)
+    share.load_state_dict(state)
+    return share.join(np.zeros(NUMEL, np.float32))
+
+
+def test_the_checkpoint_of_one_node_is_refused_on_two() -> None:
     with cluster(1) as world:
         nodes = [world.node(1), world.node(2)]
-        workers = [world.start(node, lambda n=node: begins(n)) for node in nodes]
+        state = saved_with_equal_residuals(nodes)[0]
+        workers = [
+            world.start(node, lambda n=node: refused(n, lambda: begin_with(n, state)))
+            for node in nodes
+        ]
         world.run()
     assert all("checkpoint of the same node" in worker.result for worker in workers)
+
+
+def test_nodes_whose_residuals_are_equal_begin_with_their_own_checkpoints() -> None:
+    with cluster(1) as world:
+        nodes = [world.node(1), world.node(2)]
+        workers = [
+            world.start(node, lambda n=node, s=state: begin_with(n, s))
+            for node, state in zip(nodes, saved_with_equal_residuals(nodes), strict=True)
+        ]
+        world.run()
+    assert [worker.result.is_late for worker in workers] == [False, False]
 
 
 @pytest.mark.parametrize("seed", seeds(2))

@@ -19,7 +19,7 @@ from ..codec import Encoder
 from ..partition import Partition
 from ..policy import whole
 from ..state import EncoderState, check_format, check_range
-from .consistency import digest_of
+from .consistency import residual_digest
 from .groups import Groups, split_by_tensor
 from .options import Reduction
 from .owner import add_owner_state
@@ -94,6 +94,7 @@ def state_of(replica: Replica, training: str, params: Any = None) -> dict[str, A
         "sample": [] if sample is None else [np.array(on_host(sample))],
         "unsettled": [] if replica.written is None else [copy.deepcopy(vars(replica.written))],
         "training": training,
+        "saved_by": f"{replica.run.id}, run {replica.run.incarnation}",
     }
 
 
@@ -131,6 +132,7 @@ def load_state(state: dict[str, Any], replica: Replica, every: int) -> None:
         step = check_range("step", state["step"], 0, 2**63)
         local_steps = check_range("local_steps", state["local_steps"], 0, 2**63)
         median = float(state.get("median", 0.0))  # older states have none
+        saved_by = str(state.get("saved_by", ""))  # older states have none
         previous = [np.array(sample, np.float32) for sample in state["last_updates"]]
         velocity = copies([np.asarray(array) for array in state["outer_velocity"]])
         shared = copies([np.asarray(array) for array in state["shared"]])
@@ -148,7 +150,7 @@ def load_state(state: dict[str, Any], replica: Replica, every: int) -> None:
     replica.load_shared(shared, sample, written)
     # Who owns which part is known only when the training begins, perhaps with other nodes: until then the owner's state
     # is kept as it is.
-    replica.load(step, local_steps, state["owner"])
+    replica.load(step, local_steps, state["owner"], saved_by)
     number = step * every + local_steps
     if state.get("step_number", number) != number:
         _LOG.warning(
@@ -359,8 +361,11 @@ def _refuse_twice_the_same(states: Sequence[dict[str, Any]]) -> None:
     places: dict[str, int] = {}
     for place, state in enumerate(states):
         residuals = [np.asarray(saved["residual"]) for saved in state["encoders"]]
-        if any(residual.any() for residual in residuals):
-            first = places.setdefault(digest_of(residuals), place)
+        digest = residual_digest(
+            residuals, str(state.get("saved_by", ""))
+        )  # older states have none
+        if digest:
+            first = places.setdefault(digest, place)
             if first != place:
                 raise ValueError(
                     f"states {first} and {place} are of the same worker, whose residual would count twice: give one "

@@ -25,7 +25,7 @@ from .notes import Notes
 from .protocol import NodeRun, Note, Phase
 from .replica import Replica
 
-__all__ = ["Consistency", "digest_of", "start_of"]
+__all__ = ["Consistency", "digest_of", "residual_digest", "start_of"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -57,13 +57,26 @@ def digest_of(arrays: Sequence[NDArray[Any]]) -> str:
     return state.tag[:_DIGEST_BYTES].hex()
 
 
-def start_of(groups: Groups, params: Any, state: Sequence[Any] = ()) -> tuple[str, str]:
+def residual_digest(residuals: Sequence[NDArray[Any]], saved_by: str) -> str:
+    """Return a digest of a node's residuals; empty where they are zeros.
+
+    Args:
+        residuals: of the encoders.
+        saved_by: the node that saved them: nodes that train with the same data may have the same residual.
+    """
+    if not any(residual.any() for residual in residuals):
+        return ""
+    return digest_of([*residuals, np.frombuffer(saved_by.encode(), np.uint8)])
+
+
+def start_of(groups: Groups, params: Any, state: Sequence[Any], saved_by: str) -> tuple[str, str]:
     """Return digests of the parameters and of the residual before the first step.
 
     Args:
         groups: the encoders.
         params: the shared parameters.
         state: arrays that begin equal with them.
+        saved_by: the node whose checkpoint was loaded; empty: none was, or it does not say.
 
     Returns:
         Empty texts for arrays that NumPy and torch cannot see, and for a residual of zeros.
@@ -77,8 +90,7 @@ def start_of(groups: Groups, params: Any, state: Sequence[Any] = ()) -> tuple[st
         for encoder in groups.encoders
         if encoder.has_residual
     ]
-    has_residual = any(residual.any() for residual in residuals)
-    return digest_of([*arrays, *state]), digest_of(residuals) if has_residual else ""
+    return digest_of([*arrays, *state]), residual_digest(residuals, saved_by)
 
 
 class Consistency:

@@ -107,6 +107,7 @@ class Replica(SharedCopy):
     Attributes:
         run: this node.
         step: number of the next step, or of the unfinished one.
+        saved_by: the node whose checkpoint was loaded; empty: none was, or it does not say.
         pending: the update of an unfinished step.
         sent: the updates of the last finished steps, which peers may not have yet.
         sharding: of the sharded exchange; None in the mesh, and until the training begins.
@@ -117,6 +118,7 @@ class Replica(SharedCopy):
         super().__init__(groups, total, applies_residual=options.apply_residual)
         self.run = run_of(me)
         self.step = max(encoder.step for encoder in groups.encoders)
+        self.saved_by = ""
         self.pending: StepUpdate | None = None
         # Kept after the step: if this node is cut off, the others say which of these updates they have applied.
         self.sent: deque[StepUpdate] = deque(maxlen=options.kept_updates)
@@ -539,11 +541,14 @@ class Replica(SharedCopy):
             return self.sharding.owner_state(None, [])
         return self.sharding.owner_state(self.pending.sharded, self.pending.messages)
 
-    def load(self, step: int, local_steps: int, owner_state: Mapping[str, Any] | None) -> None:
+    def load(
+        self, step: int, local_steps: int, owner_state: Mapping[str, Any] | None, saved_by: str
+    ) -> None:
         """Continue from a checkpoint at a step; the owner's state waits for the beginning of the training."""
         self.step = step
         self.local_steps = local_steps
         self._owner_state = owner_state
+        self.saved_by = saved_by
 
 
 def check_params(replica: Replica, params: Any) -> None:

@@ -109,7 +109,9 @@ class Start:
         start = self._introductions.start
         if self._membership.phase is Phase.NEW:
             arrays = agreed_parameters(self._replica) or params
-            params_digest, residual = start_of(groups, arrays, state.export())
+            params_digest, residual = start_of(
+                groups, arrays, state.export(), self._replica.saved_by
+            )
             # Nodes that go on from an earlier exchange have their own residuals, which may be equal.
             start = params_digest, residual if self._former_members is None else ""
         if self._membership.set_params(layouts(params), start):
