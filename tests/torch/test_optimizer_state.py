@@ -202,6 +202,37 @@ def test_the_state_of_another_optimizer_is_refused() -> None:
         here.check(there.export())
 
 
+class Counting(torch.optim.AdamW):
+    """Keeps state in its groups, as Lamb's step number and the distance of Prodigy."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            group["distance"] = torch.tensor(0.5 * group["step"])
+        return super().step(closure)
+
+
+def test_a_late_node_takes_over_the_numbers_of_groups_but_not_their_rates() -> None:
+    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    members, late = (Counting([param], lr=0.1, amsgrad=True) for param in params)
+    members.param_groups[0]["betas"] = (0.8, 0.9)
+    for _ in range(4):
+        params[0].grad = torch.ones(3)
+        members.step()
+    members.param_groups[0] |= {"lr": 0.05, "weight_decay": 0.25, "foreach": False}
+    there, here = (
+        SharedState(optimizer, [Staging(param)], lambda: ({}, {}))
+        for optimizer, param in zip((members, late), params, strict=True)
+    )
+    arrays = there.export()
+    here.check(arrays)
+    here.load(arrays)
+    [group] = late.param_groups
+    assert (group["step"], group["distance"].item()) == (4, 2.0)
+    assert (group["weight_decay"], group["lr"]) == (0.25, 0.1)
+    assert (group["foreach"], group["betas"]) == (None, (0.9, 0.999))
+
+
 def with_inference(make: Callable[[], Any]) -> Any:
     with torch.inference_mode():
         return make()

@@ -21,6 +21,9 @@ _LOG = logging.getLogger(__name__)
 
 _TENSOR = "tensor"
 
+# Numbers of a parameter group that every node sets itself, as schedules do; others may be state, such as a counter.
+_RATES = frozenset({"lr", "initial_lr"})
+
 
 class SharedState:
     """Exports an optimiser's state and a model's other tensors as bytes, whatever they are, and takes them over.
@@ -56,10 +59,19 @@ class SharedState:
             for staging in self._stagings:
                 param = staging.source
                 params.append(self._exported(self._optimizer.state.get(param, {}), param, arrays))
+        has_state = any(params)
         fixed, varying = self._others()
         document = {
             "optimizer": type(self._optimizer).__name__,
             "params": params,
+            "groups": [
+                {
+                    key: _tree(value, next(iter(group["params"]), None), arrays)
+                    for key, value in group.items()
+                    if key not in _RATES and _is_number(value)
+                }
+                for group in (self._optimizer.param_groups if self._optimizer and has_state else ())
+            ],
             "constants": [
                 None if staging.constants is None else _put(staging.constants, None, arrays)
                 for staging in self._stagings
@@ -68,7 +80,7 @@ class SharedState:
             "varying": {name: _put(tensor, None, arrays) for name, tensor in varying.items()},
         }
         # A model whose optimiser has no state yet, and which has nothing else, has nothing to say.
-        if not arrays and not any(params):
+        if not arrays and not has_state:
             return []
         return [np.frombuffer(json.dumps(document).encode(), np.uint8), *arrays]
 
@@ -123,6 +135,10 @@ class SharedState:
                     state[param] = {
                         key: _loaded(value, param, arrays) for key, value in saved.items()
                     }
+            groups = self._optimizer.param_groups
+            for group, saved in zip(groups, document["groups"], strict=False):
+                first = next(iter(group["params"]), None)
+                group.update({key: _loaded(value, first, arrays) for key, value in saved.items()})
         self._constants = [
             None if saved is None else _get(saved, arrays) for saved in document["constants"]
         ]
@@ -155,7 +171,13 @@ class SharedState:
             return {}
 
 
-def _tree(value: Any, param: torch.Tensor, arrays: Arrays) -> Any:
+def _is_number(value: Any) -> bool:
+    return torch.is_tensor(value) or (
+        isinstance(value, (int, float)) and not isinstance(value, bool)
+    )
+
+
+def _tree(value: Any, param: torch.Tensor | None, arrays: Arrays) -> Any:
     """Return JSON values for a value of an optimiser's state, and put its tensors into ``arrays``."""
     if torch.is_tensor(value):
         return {_TENSOR: _put(value, param, arrays)}
@@ -168,7 +190,7 @@ def _tree(value: Any, param: torch.Tensor, arrays: Arrays) -> Any:
     raise TypeError(f"it has a {type(value).__name__}, which is no tensor, number or text")
 
 
-def _loaded(value: Any, param: torch.Tensor, arrays: Arrays) -> Any:
+def _loaded(value: Any, param: Any, arrays: Arrays) -> Any:
     """Return what `_tree` was given, its tensors where they belong."""
     if isinstance(value, list):
         return [_loaded(item, param, arrays) for item in value]
