@@ -316,8 +316,6 @@ class Receiver:
         self._is_ended = True
         self.consume()
         self._drop_assembly()
-        self._partials.clear()
-        self._complete.clear()
 
 
 def _empty(nbytes: int) -> memoryview:

@@ -327,5 +327,4 @@ class Sender:
         self.rate.on_abandoned(self.rate.bytes_in_flight)
         self._flights.clear()
         self._waiting.clear()
-        self._loss_due_at_s = NEVER_S
         self.cursor = self.cumulative = self._log.head

@@ -279,8 +279,6 @@ class Session:
         """
         plaintext = wire.encode_frame(wire.Ping(self._path_token(address)))
         if self.is_established:
-            if address == self.address:
-                return
             self._endpoint.sessions.route(self, address)
         elif self._key is None or self.receiver is None:
             return
@@ -364,7 +362,7 @@ class Session:
     def on_fragments(self, header: wire.DataHeader, batch: memoryview, now_s: float) -> bool:
         """Process neighbouring fragments of one record; return False if they are malformed."""
         receiver = self.receiver
-        if receiver is None or not self.is_established:
+        if receiver is None:
             return True
         is_valid = receiver.on_fragments(header, batch, now_s)
         self.wake_at_s = min(self.wake_at_s, receiver.ack_at_s)
