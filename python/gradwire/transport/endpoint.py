@@ -61,7 +61,7 @@ class Endpoint:
         self._parse = parse
         # When another node of the same id, which has started later, sent an INIT.
         self.twin_at_s = -1.0
-        self.messages: deque[Received] = deque()  # received, and not taken yet
+        self.messages: list[Received] = []  # received, and not taken yet
         self._events: deque[PeerJoined | PeerLost] = deque(maxlen=EVENTS_MAX)
         # Of sessions that have ended, and to unproved paths.
         self.final_datagrams: list[Transmit] = []
@@ -139,8 +139,7 @@ class Endpoint:
 
     def take_messages(self, now_s: float) -> list[Received]:
         """Return and forget the messages received, oldest first, and release their share of the receive budget."""
-        messages = list(self.messages)
-        self.messages.clear()
+        messages, self.messages = self.messages, []
         self.budget.give_back(*[len(message.payload) for message in messages])
         if messages and self.budget.forget_waiting():
             # The session that has waited longest comes first: a busy peer must not keep the others from the budget.
