@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gradwire.transport.endpoint import Endpoint
 from gradwire.transport.session import Session
 from gradwire.transport.types import Limits, Transmit
 from gradwire.transport.wire import CONTROL, DATA, HEADER, RECORD_NUMBER_MAX
@@ -320,3 +321,18 @@ def test_nodes_with_datagrams_of_other_sizes_understand_each_other(datagram_byte
     simulator.run_until(lambda: one.payloads == two.payloads == [payload], 5.0)
     assert max(sizes) == max(datagram_bytes, *(size for size in sizes if size <= 1_232))
     assert datagram_bytes in sizes
+
+
+def test_the_credit_is_worked_out_once_for_all_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulator = Simulator(1)
+    [host, *_] = simulator.mesh(8)
+    calls = []
+    original = Endpoint.window_records
+
+    def counted(endpoint: Endpoint) -> int:
+        calls.append(endpoint)
+        return original(endpoint)
+
+    monkeypatch.setattr(Endpoint, "window_records", counted)
+    simulator.run_for(1.0)
+    assert 0 < calls.count(host.endpoint) <= 10, "every 100 ms at most"

@@ -142,9 +142,10 @@ class Endpoint:
         messages, self.messages = self.messages, []
         self.budget.give_back(*[len(message.payload) for message in messages])
         if messages and self.budget.forget_waiting():
+            window_records = self.window_records()
             # The session that has waited longest comes first: a busy peer must not keep the others from the budget.
             for session in sorted(self.sessions, key=lambda each: each.last_message):
-                session.resume(now_s)
+                session.resume(window_records, now_s)
         return messages
 
     def take_events(self) -> list[PeerJoined | PeerLost]:
@@ -361,8 +362,9 @@ class Endpoint:
         """Renew every peer's credit, evict lagging peers if asked to, and tell one peer the others' addresses again."""
         sessions = self._up_sessions()
         self.log.renew_key(now_s)
+        window_records = self.window_records()  # looks at all peers, so once for all
         for session in sessions:
-            session.resume(now_s)
+            session.resume(window_records, now_s)
         if self._evicts:
             self.drop_late(self.peers, now_s)
         if now_s >= self._gossip_at_s and sessions:

@@ -368,11 +368,11 @@ class Session:
         self.wake_at_s = min(self.wake_at_s, receiver.ack_at_s)
         return is_valid
 
-    def resume(self, now_s: float) -> None:
+    def resume(self, window_records: int, now_s: float) -> None:
         """Continue with messages that waited for the receive budget, and renew the credit."""
         if self.receiver is not None:
             self.receiver.consume()
-            self.receiver.grant_credit(self._endpoint.window_records(), now_s)
+            self.receiver.grant_credit(window_records, now_s)
             self.wake()
 
     def send_frame(self, frame: wire.Frame) -> None:
