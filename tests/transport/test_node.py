@@ -545,6 +545,11 @@ def test_the_advertised_address_is_the_node_s_own() -> None:
         assert node.address == node.peer.address == "203.0.113.5:40123"
 
 
+def test_a_wildcard_is_no_address_to_advertise() -> None:
+    with pytest.raises(ValueError, match=r"'0\.0\.0\.0:40123': advertise an address"):
+        Node("127.0.0.1:0", secret=SECRET, advertise="0.0.0.0:40123")
+
+
 def test_an_advertised_name_is_resolved_for_the_others() -> None:
     with Node("127.0.0.1:0", secret=SECRET, advertise="localhost:40123") as node:
         assert node.address == "127.0.0.1:40123"
@@ -569,6 +574,7 @@ def test_waiting_for_ever_is_allowed() -> None:
         {"network_mask": "203.0.113.0/24", "bind": "0.0.0.0:0"},
         {"advertise": "somewhere"},
         {"advertise": "no-such-name.invalid:40123"},
+        {"advertise": "239.1.1.7:40123"},
         {"peers": ["two..dots:40123"]},
         {"peers": ["127.0.0.1:0"]},
         {"on_lag": "hope"},

@@ -32,7 +32,8 @@ def parse_numeric(text: str, like: Address) -> Address:
     is_unusable = not port or "%" in host or address.is_unspecified or address.is_multicast
     is_other_version = not prefix and (address.version == 6) != (":" in like[0])
     if is_unusable or is_other_version or str(address) == "255.255.255.255":
-        raise ValueError(f"a node bound to {format_address(like)} cannot send to {text!r}")
+        problem = f"a node bound to {format_address(like)} cannot send to {text!r}"
+        raise ValueError(f"{problem}: advertise an address at which others reach the node")
     return prefix + str(address), port
 
 

@@ -117,6 +117,8 @@ class Node(NotCopied, instead="make a node in every process that has one"):
         # Everything that can fail comes before the socket, which an error would leave bound.
         seeds = {seed: resolve_all(seed, like=chosen) for seed in peers}
         advertised = "" if advertise is None else format_address(resolve_all(advertise, chosen)[0])
+        if advertised:
+            addressing.parse_numeric(advertised, chosen)  # as every peer will
         self._driver = Driver(chosen, offload=offload)
         first = [format_address(addresses[0]) for addresses in seeds.values()]
         shown = addressing.local_address(self._driver.address, first)
