@@ -267,6 +267,35 @@ def test_a_checkpoint_and_a_late_node_have_the_factor(apply_residual: bool) -> N
     assert states[2][0] == [] or states[2][0][0] > 0.0
 
 
+@pytest.mark.parametrize("topology", ["mesh", "sharded"])
+def test_a_node_that_comes_back_leaves_the_factor_as_it_is(topology: Any) -> None:
+    """What is subtracted of its next update must not be its last one, which is of the time before."""
+    generator = np.random.default_rng(0)
+    moments = [np.zeros(1_000, np.float32)]
+    for gradient in generator.standard_normal((STEPS, 1_000), np.float32):
+        moments.append(np.float32(0.9) * moments[-1] + np.float32(0.1) * gradient)
+
+    def work(node: FakeNode, rank: int) -> list[float]:
+        encoder = gw.Encoder(1_000, gw.TargetDensity(0.05))
+        share = gw.Exchange(
+            encoder, node, min_peers=1, apply_residual=True, topology=topology, codec="dense"
+        )
+        share.agreement.start(0.9)
+        params = np.zeros(1_000, np.float32)
+        share.join(params)
+        factors = []
+        while share.next_step < 30:
+            if rank == 1 and len(factors) == 10:
+                share.resync(params)
+            params += moments[share.next_step + 1]  # on both nodes the same
+            share.step_moved(params)
+            factors.append(share.agreement.factor)
+        return factors
+
+    for factors in run_cluster(work, count=2, seed=5):
+        assert max(factors) < 1.02
+
+
 # ---- outliers --------------------------------------------------------------------------------------------------------
 
 BAD_STEP, BAD_RANK, BAD_FACTOR = 41, 1, 1_000.0

@@ -508,6 +508,8 @@ class Join:
             accepted=snapshot.accepted,
         )
         replica.agreement.load(snapshot.agreement)
+        # The next update repeats nothing of this node's last one: it is of another time, and another optimiser's state.
+        replica.agreement.load_previous([])
         self._introductions.add_workers(snapshot.workers)
         replica.assign_owners(snapshot.senders, snapshot.step, self._introductions.workers)
         replica.add_late_parts(params)
