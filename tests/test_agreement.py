@@ -16,7 +16,7 @@ import gradwire as gw
 from gradwire.agreement import Agreement, Sketch, sample_of
 from gradwire.exchange.protocol import Note
 
-from .exchange.cluster import FakeNode, run_cluster
+from .exchange.cluster import FakeNode, cluster, run_cluster
 
 STEPS = 60
 
@@ -323,6 +323,36 @@ def trained(nodes: int, factor_at: Any, **options: Any) -> list[tuple[np.ndarray
         return share.shared(params)[0], share.stats.shortened
 
     return run_cluster(work, count=nodes, seed=4)
+
+
+@pytest.mark.parametrize("start", [40, 41, 42, 43])
+def test_a_late_node_s_first_updates_are_limited_as_the_members_are(start: int) -> None:
+    """Also where it comes in between two steps in which the members tell each other."""
+    reached = [0]
+
+    def work(node: FakeNode, rank: int) -> int:
+        encoder = gw.Encoder(NUMEL, gw.TargetDensity(0.05))
+        share = gw.Exchange(encoder, node, min_peers=2, topology="sharded", limit_outliers=True)
+        params = np.zeros(NUMEL, np.float32)
+        first = share.join(params).step
+        for step in range(first, STEPS):
+            node.cluster.compute(node, 0.1)
+            factor = BAD_FACTOR if rank == 3 and step == first else 1.0
+            params += np.float32(factor) * updates(0.5, 4, NUMEL, step)[rank]
+            share.step_moved(params)
+            reached[0] = max(reached[0], step)
+        share.leave(params)
+        return share.stats.shortened
+
+    with cluster(4) as world:
+        workers = []
+        for rank in range(4):
+            if rank == 3:
+                world.run(until=lambda: reached[0] >= start)
+            node = world.node(10 * (rank + 1))
+            workers.append(world.start(node, lambda node=node, rank=rank: work(node, rank)))
+        world.run()
+    assert [worker.result for worker in workers] == [0, 0, 0, 1]
 
 
 def outliers_in(caplog: pytest.LogCaptureFixture) -> list[str]:

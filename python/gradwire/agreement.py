@@ -368,7 +368,7 @@ class Agreement:
 
     @property
     def median(self) -> float:
-        """The median of the members' norms when they told them last, for checkpoints; 0.0: unknown."""
+        """The median of the members' norms when they told them last; 0.0: unknown."""
         return self._median
 
     def load_previous(self, samples: Sequence[Any], median: float = 0.0) -> None:

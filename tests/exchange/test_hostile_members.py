@@ -171,6 +171,8 @@ def test_a_snapshot_of_the_own_layout_is_taken() -> None:
         {"agreement": [1.0, float("inf"), 2]},
         {"agreement": [1.0, 1.0, -2]},
         {"agreement": [1.0, 1.0]},
+        {"median": float("nan")},
+        {"median": -1.0},
         {"accepted": [[1, 1, 1, 1, 1 << 60]]},
         {"accepted": [[1, 1, 1, 1]]},
         {"params": float("inf")},

@@ -509,7 +509,7 @@ class Join:
         )
         replica.agreement.load(snapshot.agreement)
         # The next update repeats nothing of this node's last one: it is of another time, and another optimiser's state.
-        replica.agreement.load_previous([])
+        replica.agreement.load_previous([], snapshot.median)
         self._introductions.add_workers(snapshot.workers)
         replica.assign_owners(snapshot.senders, snapshot.step, self._introductions.workers)
         replica.add_late_parts(params)
@@ -761,5 +761,6 @@ def _snapshot_of(
         senders,
         [run for run in senders if run in workers],
         replica.agreement.state(),
+        replica.agreement.median,
         len(shared) // 2 if isinstance(replica.total, MomentumSum) else 0,
     )

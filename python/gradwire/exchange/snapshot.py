@@ -169,6 +169,7 @@ class Snapshot:
         senders: as there.
         workers: those of them that own no parameters.
         agreement: of the updates, see `Agreement`.
+        median: of the updates' norms, see there.
     """
 
     step: int
@@ -183,6 +184,7 @@ class Snapshot:
     senders: Collection[NodeRun] = ()
     workers: Collection[NodeRun] = ()
     agreement: Sequence[float] = (0.0, 0.0, 1)
+    median: float = 0.0
     velocities: int = 0
 
     def header(self, ranges: Ranges, *, goes_on: bool = False) -> bytes:
@@ -207,6 +209,7 @@ class Snapshot:
                 "senders": list(self.senders),
                 "workers": list(self.workers),
                 "agreement": list(self.agreement),
+                "median": self.median,
                 "accepted": [
                     [*owner, *sender, step]
                     for owner, by_sender in self.accepted.items()
@@ -262,7 +265,10 @@ class Snapshot:
                 list(map(read_run, header["senders"])),
                 list(map(read_run, header["workers"])),
                 checked_state(header["agreement"]),
+                float(header["median"]),
             )
+            if not 0.0 <= snapshot.median < math.inf:
+                raise ValueError(f"a median of {snapshot.median}")
             return snapshot, _read_ranges(header["ranges"])
         except (
             ValueError,
