@@ -749,7 +749,8 @@ class Trainings:
             named.update(run for hello in new for run in hello.sees)
         # A connected node that computes introduces itself after its step.
         connected = set(map(run_of, self._router.node.peers))
-        return named - {self._membership.run} - introductions.hellos.keys() - connected
+        named -= {self._membership.run} | introductions.hellos.keys() | connected
+        return {run for run in named if not introductions.is_excluded(run)}
 
     def give_way_to_unseen(self) -> None:
         """Join again where another asynchronous node has come in that this node does not see.

@@ -51,7 +51,7 @@ __all__ = [
 
 _LOG = logging.getLogger(__name__)
 
-VERSIONS = [13, 1]  # of this protocol, and of docs/message-format.md
+VERSIONS = [14, 1]  # of this protocol, and of docs/message-format.md
 
 TAG_NUMBERS = 1 << 56  # ``divmod(tag, TAG_NUMBERS)`` is kind and number
 _RELAY = struct.Struct("<QQQ")
@@ -702,7 +702,7 @@ class Introductions:
     def exclude(self, run: NodeRun, reason: str) -> None:
         """Take a node for incompatible until its process is started again."""
         self._excluded[run] = reason
-        self._reasons[run] = "was excluded"
+        self._reasons[run] = f"was excluded: {reason}"
         if run in self.hellos:  # it may be gone already
             self._compare(run, self.hellos[run])
 
