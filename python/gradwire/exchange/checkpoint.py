@@ -361,10 +361,8 @@ def _refuse_twice_the_same(states: Sequence[dict[str, Any]]) -> None:
     places: dict[str, int] = {}
     for place, state in enumerate(states):
         residuals = [np.asarray(saved["residual"]) for saved in state["encoders"]]
-        digest = residual_digest(
-            residuals, str(state.get("saved_by", ""))
-        )  # older states have none
-        if digest:
+        saved_by = str(state.get("saved_by", ""))  # older states have none
+        if digest := residual_digest(residuals, saved_by):
             first = places.setdefault(digest, place)
             if first != place:
                 raise ValueError(
