@@ -233,20 +233,20 @@ def hooked(where: str, dtype: str, momentum: float, other: list[bytes]) -> tuple
     options: dict[str, Any] = {"momentum": momentum, "warmup_steps": 0}
     options["parameters"] = [(str(place), param) for place, param in enumerate(params)]
     state = ThresholdState(threshold=gw.FixedThreshold(2.0**-6), **options)
-    gather = state._gather = FakeGather(other)  # type: ignore[assignment]
+    gather: Any = FakeGather(other)
     averages, copied = [], []
     for step in range(STEPS):
         grads = np.concatenate([one.ravel() for one in values(len(other) + 1, step)])
         if step == 4:
             grads[3] = np.nan
         buffer = placed([grads], where)[0].to(getattr(host_torch, dtype))
-        job = _Job(0, True, step, params, Staging(buffer), host_torch.futures.Future())
+        job = _Job(0, True, step, params, Staging(buffer), gather, host_torch.futures.Future())
         before = pcie_bytes()
-        state._process(job, gather)  # type: ignore[arg-type]
+        state._process(job)
         copied.append(pcie_bytes() - before)
         assert job.done.value() is buffer or not isinstance(job.done.value(), Exception)
         if other and where == "cuda" and step not in (0, 4):  # the first makes the encoders
-            own, others = len(gather.payloads[-1]), len(other[step])  # type: ignore[attr-defined]
+            own, others = len(gather.payloads[-1]), len(other[step])
             assert copied[-1] + own <= 1.2 * (own + others)
         # Host and device spell NaN with other bits.
         averages.append(flat([buffer.to(host_torch.float32).nan_to_num_(nan=1e30)]))
@@ -256,7 +256,7 @@ def hooked(where: str, dtype: str, momentum: float, other: list[bytes]) -> tuple
         flat([one["residual"]]) + flat([one["velocity"]] if momentum else [])
         for one in saved.values()
     ]
-    return gather.payloads, averages, left  # type: ignore[attr-defined]
+    return gather.payloads, averages, left
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
