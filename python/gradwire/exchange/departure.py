@@ -67,12 +67,27 @@ class Refusals:
         self._counts: dict[NodeRun, tuple[int, int]] = {}
         self._updates: dict[NodeRun, int] = {}  # of departing members: which one was refused
 
-    def add(self, run: NodeRun) -> bool:
-        """Count a refusal of a node's messages; return whether there were several within a short time."""
-        step = self._membership.next_step
-        count, last = self._counts.get(run, (0, step))
-        count = count + 1 if step <= last + _FORGIVEN_STEPS else 1
-        self._counts[run] = count, step
+    def add(self, run: NodeRun, *, is_wrong: bool = True) -> bool:
+        """Count a refusal of a node's messages; return whether there were several within a short time.
+
+        Where ``is_wrong`` is False, others can use the message: it counts as a fault of this node.
+
+        Raises:
+            Mismatch: there were several, and this node was at fault within that time.
+        """
+        membership = self._membership
+        step = membership.next_step
+        counted = run if is_wrong else membership.run
+        count, last = self._counts.get(counted, (0, -1))
+        # This node may refuse the same update twice: as it comes, and when it is relayed.
+        count = count + (is_wrong or step > last) if step <= last + _FORGIVEN_STEPS else 1
+        self._counts[counted] = count, step
+        _, last_fault = self._counts.get(membership.run, (0, -math.inf))
+        if count >= _REFUSALS_MAX and step <= last_fault + _FORGIVEN_STEPS:
+            raise Mismatch(
+                f"this node has refused updates of {membership.introductions.name_of(run)} that the others can use, "
+                "again and again: start it again, as the others were started"
+            )
         return count >= _REFUSALS_MAX
 
     def note_update(self, run: NodeRun) -> None:
@@ -85,26 +100,15 @@ class Refusals:
         self._updates.clear()
 
     def take_back(self, report: dict[NodeRun, int]) -> None:
-        """Count a refusal as this node's mistake where another member could use the update.
-
-        Raises:
-            Mismatch: it happens again and again.
-        """
-        membership = self._membership
-        usable = [
-            run
-            for run, step in self._updates.items()
-            if membership.departing.get(run) == step < report.get(run, 0)
-        ]
-        for run in usable:
-            del self._updates[run]
-            self._counts.pop(run, None)
-        if usable and self.add(membership.run):
-            names = membership.introductions.describe(usable)
-            raise Mismatch(
-                f"this node has refused updates of {names} that the others can use, again and again: start it again, "
-                "as the others were started"
-            )
+        """Count a refusal as this node's fault where another member could use the update; see `add`."""
+        usable = None
+        for run, step in list(self._updates.items()):
+            if self._membership.departing.get(run) == step < report.get(run, 0):
+                del self._updates[run]
+                self._counts.pop(run, None)
+                usable = run
+        if usable is not None:
+            self.add(usable, is_wrong=False)
 
 
 class Departure:
@@ -542,21 +546,19 @@ class Departure:
             return
         if kind == Kind.NOTE:
             stream.add_note(step, Note.decode(relayed), relayed)
-        elif is_newcomer:
-            stream.add_relayed(self._router.parse(run, step, relayed), relayed)
-        else:
-            self._add_missing(run, step, relayed)
-
-    def _add_missing(self, run: NodeRun, step: int, payload: memoryview) -> None:
-        """Keep an update of a departed member that the others have."""
+            return
         try:
-            messages = self._router.parse(run, step, payload)
+            messages = self._router.parse(run, step, relayed)
         except MessageError as error:
             # Neither who has sent it nor who relays it is wrong.
+            self._refusals.add(run, is_wrong=False)
             self.rejoin(f"{error}, and the others can use it")
             return
-        self._membership.add_relayed(run, messages, payload)
-        self.is_due = True
+        if is_newcomer:
+            stream.add_relayed(messages, relayed)
+        else:
+            membership.add_relayed(run, messages, relayed)
+            self.is_due = True
 
 
 def _members_of(membership: Membership, report: dict[NodeRun, int]) -> dict[NodeRun, int]:
