@@ -906,13 +906,14 @@ class SharedOptimizer(
                 param.copy_(torch.where(param == start, param, start + (param - start) * factor))
 
     @property
-    def _memory(self) -> tuple[list[torch.Tensor], SharedState]:
+    def _memory(self) -> tuple[list[Any], SharedState]:
         """The codec's memory of the parameters, and what other nodes may need besides."""
-        return [staging.memory for staging in self._params], self._state
+        # As arrays where it is in host memory: the exchange would view every tensor several times in a step.
+        return writable_views([staging.memory for staging in self._params]), self._state
 
     def _arrays(self) -> list[Any]:
         """Return the codec's memory as arrays where it is in host memory."""
-        return writable_views(self._memory[0])
+        return self._memory[0]
 
     def _values(self) -> Values:
         """Return copies of the codec's memory, and of parameters in half precision: local steps move only those."""
@@ -957,7 +958,7 @@ class SharedOptimizer(
             half.copy_(value)
 
     @contextmanager
-    def _staged(self) -> Iterator[tuple[list[torch.Tensor], SharedState]]:
+    def _staged(self) -> Iterator[tuple[list[Any], SharedState]]:
         """Copy what the optimiser has moved to the codec's memory, and the result back, also after an error."""
         fetch_moved(self._params)
         try:
