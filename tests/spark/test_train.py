@@ -568,6 +568,12 @@ def test_a_worker_waits_while_its_executor_s_java_stands_still(
     assert (waits[0] or math.inf) >= 60.0
 
 
+@pytest.mark.parametrize("timeout_s", [math.inf, 1e12])
+def test_workers_may_wait_for_each_other_for_ever(timeout_s: float) -> None:
+    """The other waits of a training take infinity; a thread's refuses it."""
+    assert gather(Stage(0), timeout_s, "value") == ["value"]
+
+
 def test_rows_may_take_any_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Spark computes them anew after an executor was lost: no attempt is used up for it, here or by those that wait."""
     is_busy: list[bool] = []

@@ -290,7 +290,8 @@ def gather(context: Any, timeout_s: float | None, value: Any = None, **error: bo
 
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
-    thread.join(timeout_s)
+    # A thread cannot be waited for without end by a number: infinity is "for ever", too.
+    thread.join(None if timeout_s is None else min(timeout_s, threading.TIMEOUT_MAX))
     if not texts and not thread.is_alive():
         raise StageEnded("Spark has ended the stage") from failures[0]
     if not texts:
