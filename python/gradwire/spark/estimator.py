@@ -26,6 +26,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from ..clock import sleep
 from ..errors import GradwireError
 from ..policy import whole
+from ..state import check_flag
 from ..transport import Limits, generate_secret, parse_secret
 from . import data, rounds
 from .checkpoints import Checkpoints, unpack
@@ -285,6 +286,8 @@ class TorchEstimator(Estimator["TorchModel"], Stored):
             whole(name, values[name], least=1)
         for name in ("patience", "retries", "seed"):
             whole(name, values[name], least=0)
+        for name in ("warm_start", "collect_stats"):
+            check_flag(name, values[name])
         training = values["training"] or SharedTraining()
         if not isinstance(training, (SharedTraining, ParameterAveraging)):
             raise TypeError(
@@ -578,7 +581,8 @@ def _predictor(values: dict[str, Any], parcel: Parcel) -> Callable[..., Any]:
 
 def _url_of(folder: str) -> str:
     """Return a folder by a name that executors know, too: they have other working folders."""
-    return (folder if ":" in folder else os.path.abspath(folder)).rstrip("/")
+    name = os.fspath(folder)
+    return (name if ":" in name else os.path.abspath(name)).rstrip("/")
 
 
 def _without_workers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

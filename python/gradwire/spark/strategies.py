@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from ..codec import Encoder
 from ..exchange.options import ExchangeOptions, Options, training_defaults
 from ..policy import ResidualClip, ShakeUp, whole
+from ..state import check_flag, check_seconds
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -87,10 +89,11 @@ class SharedTraining:
         for name, schedule, kind in (("shakeup", shakeup, ShakeUp), ("clip", clip, ResidualClip)):
             if not isinstance(schedule, (kind, NoneType)):
                 raise TypeError(f"{name} is {schedule!r}, must be {kind.__name__}(...)")
-        _check_network(port, network_mask)
+        # Refuses here, and not in every worker, what no encoder takes.
+        Encoder(0, threshold, shakeup, clip)
         values = {
             "threshold": threshold,
-            "port": port,
+            "port": _checked_port(port, network_mask),
             "network_mask": network_mask,
             "workers_per_node": workers_per_node,
             "shakeup": shakeup,
@@ -142,6 +145,7 @@ class ParameterAveraging:
 
     Raises:
         ValueError: a value is out of range.
+        TypeError: a value is of the wrong kind.
     """
 
     every: int = 5
@@ -154,14 +158,23 @@ class ParameterAveraging:
     def __post_init__(self) -> None:
         if self.via not in ("udp", "spark"):
             raise ValueError(f"via is {self.via!r}, must be one of udp, spark")
-        object.__setattr__(self, "every", whole("every", self.every, least=1))
-        if not self.timeout_s > 0.0:
-            raise ValueError(f"timeout_s is {self.timeout_s}, must be positive")
-        _check_network(self.port, self.network_mask)
+        values = {
+            "every": whole("every", self.every, least=1),
+            "average_optimizer": check_flag("average_optimizer", self.average_optimizer),
+            "port": _checked_port(self.port, self.network_mask),
+            "timeout_s": check_seconds("timeout_s", self.timeout_s),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
 
-def _check_network(port: int, network_mask: str | None) -> None:
-    if not 0 <= port <= 65_535:
+def _checked_port(port: int, network_mask: str | None) -> int:
+    """Return a port as an int, if both it and the mask of the network can be used."""
+    port = whole("port", port, least=0)
+    if port > 65_535:
         raise ValueError(f"port is {port}, must be 0 to 65535")
     if network_mask is not None:
+        if not isinstance(network_mask, str):
+            raise TypeError(f"network_mask is {network_mask!r}, must be a text such as 10.1.1.0/24")
         ipaddress.ip_network(network_mask, strict=False)
+    return port
