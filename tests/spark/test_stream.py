@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -35,6 +36,7 @@ def test_every_row_arrives_once(session: Any) -> None:
     with Feed(4, 1 << 10) as feed, stream(session.range(0, 500, 1, 3), feed, make_batches) as job:
         found = np.concatenate([batch["id"].copy() for batch in feed])
         assert job.join(WAIT_S)
+        assert job.join(math.inf)
     assert sorted(found.tolist()) == list(range(500))
     assert job.error is None
 

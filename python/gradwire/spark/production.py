@@ -188,7 +188,9 @@ class Production:
         Raises:
             FeedFailed: batches are lost.
         """
-        has_ended = self._ended.wait(timeout_s)
+        # A thread's wait refuses infinity.
+        longest_s = threading.TIMEOUT_MAX if timeout_s is None else timeout_s
+        has_ended = self._ended.wait(min(longest_s, threading.TIMEOUT_MAX))
         if self.lost and isinstance(self.error, FeedFailed):
             raise self.error
         return has_ended
