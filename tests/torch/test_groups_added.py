@@ -258,7 +258,7 @@ def test_a_group_that_is_refused_takes_no_exchange(everywhere: Any) -> None:
         "not the model's": lambda _: torch.nn.Parameter(torch.zeros(3)),
         "0.weight has no memory": lambda net: net[0].weight,
         "several elements in the same memory": lambda net: net[0].bias,
-        "complex64 cannot be shared": lambda net: net.phase,
+        "phase of torch.complex64 cannot be shared": lambda net: net.phase,
     }
 
     def work(rank: int, share: Share) -> Any:

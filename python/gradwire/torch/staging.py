@@ -79,7 +79,7 @@ class Staging:
     def __init__(self, tensor: torch.Tensor, name: str = "", *, on_host: bool = False) -> None:
         if not tensor.is_floating_point():
             raise TypeError(
-                f"a tensor of {tensor.dtype} cannot be shared: only floating-point ones can; "
+                f"{name or 'a tensor'} of {tensor.dtype} cannot be shared: only floating-point ones can; "
                 "torch.view_as_real views complex ones so"
             )
         self.source = tensor
