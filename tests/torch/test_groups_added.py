@@ -245,6 +245,13 @@ def test_groups_that_cannot_be_added_are_refused() -> None:
             optimizer.add_param_group(group)
         assert len(optimizer.param_groups) == 1
         steps(net, optimizer, 1)
+    net[2] = torch.nn.Linear(net[2].in_features, net[2].out_features)
+    with pytest.raises(
+        ValueError, match=r"2\.bias, 2\.weight of the model was replaced .* close\(\)"
+    ):
+        optimizer.add_param_group({"params": net[2].parameters()})
+    assert len(optimizer.param_groups) == 1
+    optimizer.close()
     net = model()
     late = share(net, OPTIMIZERS["AdamW"](net[2].parameters()), mode="async")
     steps(net, late, 1)

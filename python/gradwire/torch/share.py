@@ -121,6 +121,7 @@ def share(
     training = maker.make(named, group_numbers(optimizer, params))
 
     def extend(shared: Sequence[torch.Tensor]) -> Extension:
+        tensors()  # names the parameters that were replaced since
         names = _names(inner)
         known = set(shared)
         added = [param for param in parameters_of(optimizer, names) if param not in known]
@@ -272,7 +273,8 @@ class _Untrained:
         if replaced:
             raise ValueError(
                 f"{', '.join(replaced[:_NAMED_MAX])} of the model was replaced after the optimiser was made, which "
-                "trains the tensors from before: move and convert the model, then make the optimiser, then call share()"
+                "trains the tensors from before: replace, move and convert parts of the model first (if it is shared "
+                "already, after close()), then make the optimiser, then call share()"
             )
         passing = {
             f"{prefix}.{name}".lstrip(".")
