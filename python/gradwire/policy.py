@@ -359,12 +359,13 @@ class TargetDensity:
 
     No message has more than twice the target, shake-ups excepted: if more elements reach the threshold, as in an
     adaptive optimiser's first steps or after a jump of the learning rate, the largest are sent with a larger threshold,
-    and the others stay in the residual. (Arrays of fewer than 16,384 elements have no limit.)
+    and the others stay in the residual. (A limit below 64 elements is 64, and arrays of fewer than 16,384 elements have
+    none.)
 
     The first threshold is learned from the first update. In the first steps, and again whenever the density stays away
     from the target, the encoder samples the quantile of the next step. Between samples the threshold continues its
     trend, corrected by the densities that the messages had, which costs nothing. A group with fewer than
-    ``1 / density`` elements sends about one element a step.
+    ``1 / density`` elements sends one element every few steps.
 
     If fewer elements move than the target asks for, as in a frozen backbone or an embedding table, the target does not
     drive the threshold. It is then half the mean of the magnitudes that move, so that these elements are sent as soon

@@ -141,6 +141,7 @@ class Groups:
 
         Raises:
             ValueError: ``thresholds`` names no group, or a budget is too small for so many.
+            TypeError: ``params`` is a dict or empty, or another argument is of the wrong kind.
         """
         is_array = hasattr(params, "shape") or not isinstance(params, Iterable)
         arrays: list[Any] = [params] if is_array else list(params)
