@@ -246,6 +246,25 @@ def test_an_optimizer_that_needs_the_loss_gets_it(factor: Any) -> None:
     assert moved[0] == pytest.approx(moved[1] * (1.0 if factor == "auto" else factor), rel=0.01)
 
 
+def test_an_optimizer_of_which_decay_cannot_be_told_needs_a_factor_of_one() -> None:
+    params = optax.LookaheadParams.init_synced({"weights": jax.numpy.ones((3, 2))})
+    make = optax.lookahead(optax.adamw(0.1), 2, 0.5)
+    with (
+        gradwire.jax.share(make) as optimizer,
+        pytest.raises(ValueError, match=r"update_scale=1\.0"),
+    ):
+        optimizer.init(params)
+    with gradwire.jax.share(make, update_scale=1.0, codec="dense") as optimizer:
+        state = optimizer.init(params)
+        alone, expected = make.init(params), params
+        for _ in range(5):
+            updates, state = optimizer.update(params.fast, state, params)
+            params = optax.apply_updates(params, updates)
+            updates, alone = jax.jit(make.update)(expected.fast, alone, expected)
+            expected = optax.apply_updates(expected, updates)
+    jax.tree.map(np.testing.assert_array_equal, params, expected)
+
+
 def test_a_line_search_takes_its_function() -> None:
     search = optax.scale_by_backtracking_linesearch(max_backtracking_steps=15)
 

@@ -242,6 +242,11 @@ class _SharedUpdates:
                     "from the parameters"
                 )
         inner = self._optimizer.init(params)
+        is_adaptive = _has_any(_SQUARES, inner)
+        has_factor = is_adaptive if self._scale == "auto" else self._scale != 1.0
+        decay = _Decay(self._optimizer, params) if has_factor else None
+        if decay is not None and not decay.is_apart():
+            decay = None
         self.close()
         self._tree = tree
         self._names = names
@@ -250,11 +255,9 @@ class _SharedUpdates:
         self._shardings = [
             leaf.sharding if getattr(leaf, "committed", False) else None for leaf in leaves
         ]
-        self._is_adaptive = _has_any(_SQUARES, inner)
+        self._is_adaptive = is_adaptive
         self._momentum = _MOMENTUM if self._is_adaptive and _has_any(_MEANS, inner) else 0.0
-        has_factor = self._is_adaptive if self._scale == "auto" else self._scale != 1.0
-        decay = _Decay(self._optimizer, params) if has_factor else None
-        self._decay = decay if decay is not None and decay.is_apart() else None
+        self._decay = decay
         named = list(zip(names, self._leaves, strict=True))
         self._training = training = self._maker(is_adaptive=self._is_adaptive).make(named)
         training.end_with(self)
@@ -687,7 +690,20 @@ class _Decay:
         return not np.ndim(leaf) and not (_is_float(leaf) and is_moment)
 
     def is_apart(self) -> bool:
-        """Return whether there is decay that is added to what the gradients cause, whatever these are."""
+        """Return whether there is decay that is added to what the gradients cause, whatever these are.
+
+        Raises:
+            ValueError: the optimiser takes other gradients, as ``optax.lookahead``, or more arguments.
+        """
+        try:
+            return self._adds_decay()
+        except Exception as error:
+            raise ValueError(
+                "what part of an update of this optimiser is weight decay, which no factor may change, cannot be told: "
+                f"give update_scale=1.0 ({error!r})"
+            ) from error
+
+    def _adds_decay(self) -> bool:
         import jax
         import optax
 
