@@ -836,8 +836,38 @@ def test_a_rate_is_reduced_on_plateaus_in_a_late_node_too() -> None:
     optimizer = optax.chain(
         optax.scale_by_schedule(lambda count: count), optax.contrib.reduce_on_plateau()
     )
-    schedule, plateau = gradwire.jax._counted_up(optimizer.init(jax.numpy.zeros(4)), 7)
-    assert (schedule.count, plateau.count) == (7, 0)
+    schedule, plateau = counted_up(optimizer, optimizer.init(jax.numpy.zeros(4)), 7, value=1.0)
+    assert (schedule.count, plateau.count, plateau.plateau_count) == (7, 0, 0)
+
+
+def counted_up(optimizer: Any, state: Any, steps: int, **further: Any) -> Any:
+    """Return a state as a late node has it that lacks so many updates."""
+    shared = gradwire.jax.share(optimizer).init.__self__
+    zeros = jax.numpy.zeros(4)
+    return shared._counted_up(gradwire.jax.ShareState(state), steps, zeros, zeros, further).inner
+
+
+@pytest.mark.parametrize("every", [2, 3, lambda step: 2 + step % 2], ids=["2", "3", "changing"])
+@pytest.mark.parametrize("lost", [1, 2, 3, 5])
+def test_a_late_node_accumulates_in_time_with_the_others(every: Any, lost: int) -> None:
+    optimizer = optax.MultiSteps(
+        optax.chain(optax.adam(0.1), optax.scale_by_schedule(lambda count: 1 / (1 + count))), every
+    )
+    gradient = params = jax.numpy.ones(4)
+    state = optimizer.init(params)
+    for _ in range(3):
+        _, state = optimizer.update(gradient, state, params)
+    late = counted_up(optimizer, state, lost)
+    first, given = state.inner_opt_state[0][0], late.inner_opt_state[0][0]
+    jax.tree.map(np.testing.assert_array_equal, first, given)  # the means, and their count
+    for _ in range(lost):
+        _, state = optimizer.update(gradient, state, params)
+    for _ in range(7):
+        assert late.mini_step == state.mini_step
+        assert late.gradient_step == state.gradient_step
+        assert late.inner_opt_state[1].count == state.inner_opt_state[1].count
+        _, state = optimizer.update(gradient, state, params)
+        _, late = optimizer.update(gradient, late, params)
 
 
 def test_a_node_that_was_left_behind_goes_on_with_the_others_state() -> None:
@@ -886,9 +916,10 @@ def test_a_state_that_was_taken_is_what_a_node_gives_before_its_next_update() ->
     states[0].set(optimizer.update(jax.numpy.ones(4), states[0].values)[1], 7)
     states[1].load(states[0].export())
     states[2].load(states[1].export())
-    trace, schedule = states[2].take(9)
+    (trace, schedule), lost = states[2].take(9)
     np.testing.assert_array_equal(trace.trace, np.ones(4))
-    assert int(schedule.count) == 3
+    assert (int(schedule.count), lost) == (1, 2)
+    assert states[2].take(9) == (None, 0)
 
 
 def test_nodes_that_begin_together_keep_the_states_that_their_callers_have_restored() -> None:

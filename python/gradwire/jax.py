@@ -341,11 +341,14 @@ class _SharedUpdates:
                     count,
                 )
             put(self._leaves, before)
-        state = self._state.take(exchange.step_number) or state
+        taken, lost = self._state.take(exchange.step_number)
+        if taken is not None:
+            state = self._counted_up(taken, lost, updates, params, further)
         if any(matches) and not any(matches[: len(matches) - self._outdated]):
             # The gradient belongs to the parameters before `join`. It would mislead the optimiser for many steps, above
             # all with the small means of squares that come from a node that has trained for long.
-            leaves, following = list(map(np.zeros_like, self._leaves)), _counted_up(state, 1)
+            leaves = list(map(np.zeros_like, self._leaves))
+            following = self._counted_up(state, 1, updates, params, further)
         else:
             leaves, following = self._updated(updates, state, params, before, further)
         self._state.set(following, exchange.step_number + 1)
@@ -380,6 +383,21 @@ class _SharedUpdates:
         for place, (old, shift) in enumerate(zip(before, shifts, strict=True)):
             leaves[place] = _scaled(np.asarray(leaves[place]), factor, old, shift)
         return leaves, ShareState(inner, decay)
+
+    def _counted_up(
+        self, state: ShareState, steps: int, updates: Any, params: Any, further: Any
+    ) -> ShareState:
+        """Return a state whose schedules, and place among the steps of MultiSteps, are so many updates further."""
+        import jax
+
+        zeros = jax.tree.map(jax.numpy.zeros_like, updates)
+        counted = state.inner
+        for _ in range(steps):
+            _, counted = self._update(zeros, counted, params, **further)
+        inner, decay = _with_counts(state.inner, counted), state.decay
+        if self._decay is not None and decay is not None:
+            decay = self._decay.follow(decay, inner)
+        return ShareState(inner, decay)
 
     @property
     def step_number(self) -> int:
@@ -512,15 +530,12 @@ class _SharedState:
         """Forget another node's state."""
         self._taken = None
 
-    def take(self, step: int) -> Any:
-        """Return another node's state, once, as it is before the training's update of this number; None: there is none.
-
-        Its schedules are brought up to that update.
-        """
+    def take(self, step: int) -> tuple[Any, int]:
+        """Return another node's state, once, and how many updates it lacks before that of this number; or None."""
         if self._taken is None:
-            return None
+            return None, 0
         (values, taken_at), self._taken = self._taken, None
-        return _counted_up(values, step - taken_at)
+        return values, step - taken_at
 
     def export(self) -> list[Any]:
         """Return the state; nothing, with a warning, where the caller has donated its arrays."""
@@ -588,27 +603,28 @@ def _read(arrays: Sequence[Any]) -> tuple[int, Any]:
     return int(document["step"]), document["layout"]
 
 
-def _counted_up(state: Any, steps: int) -> Any:
-    """Return a state of optax whose schedules are further by a number of updates."""
+def _with_counts(state: Any, counted: Any) -> Any:
+    """Return a state of optax with the counts of another one, but for those of running means."""
     import jax
 
     paths, tree = jax.tree_util.tree_flatten_with_path(state)
     names = [[_key_of(part) for part in path] for path, _ in paths]
-    # A count beside running means is theirs. Inside MultiSteps an update counts only every few steps. These should be
-    # the same on all nodes, so MultiSteps's own count goes on, too; it takes that modulo their number.
     kept = {
         tuple(path[:place])
         for path in names
         for place, name in enumerate(path)
         if name in _SQUARES | _MEANS | _OTHER_MEANS
     }
-    leaves = []
-    for path, (_, leaf) in zip(names, paths, strict=True):
-        is_count = path[-1:] in (["count"], ["mini_step"]) and tuple(path[:-1]) not in kept
-        if is_count and "inner_opt_state" not in path and np.issubdtype(leaf.dtype, np.integer):
-            leaf = _loaded(leaf, np.asarray(leaf) + np.asarray(steps, leaf.dtype))
-        leaves.append(leaf)
+    pairs = zip(names, paths, jax.tree.leaves(counted), strict=True)
+    leaves = [
+        later if _is_count(leaf) and tuple(path[:-1]) not in kept else leaf
+        for path, (_, leaf), later in pairs
+    ]
     return jax.tree.unflatten(tree, leaves)
+
+
+def _is_count(leaf: Any) -> bool:
+    return _is_plain(leaf) and not np.ndim(leaf) and np.issubdtype(leaf.dtype, np.integer)
 
 
 def _is_plain(leaf: Any) -> bool:
