@@ -351,6 +351,13 @@ class _SharedUpdates:
             following = self._counted_up(state, 1, updates, params, further)
         else:
             leaves, following = self._updated(updates, state, params, before, further)
+            # The exchange would take the finite part, and the caller would not know of it.
+            if count := nonfinite(leaves):
+                raise NonFiniteUpdate(
+                    f"{count} elements of the update are not finite: nothing was sent, and nothing has changed; leave "
+                    "the step out, or wrap the optimiser in optax.apply_if_finite",
+                    count,
+                )
         self._state.set(following, exchange.step_number + 1)
         self.result = exchange.step(leaves, self._leaves, self._state)
         del leaves  # as large as the parameters, as what is returned
