@@ -210,6 +210,32 @@ def test_a_consumer_that_dies_gives_its_space_back(feed: Feed) -> None:
     assert numbers(feed, 3) == [2, 3, 4]
 
 
+def test_a_producer_killed_in_the_middle_of_a_call_has_no_lock_in_its_children(feed: Feed) -> None:
+    """The children of a loader, say, live on, and nobody could use the feed until they have ended."""
+    reader, writer = multiprocessing.get_context("fork").Pipe(duplex=False)
+
+    def die(feed: Feed) -> None:
+        put_numbers(feed, 1, 1)
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+        writer.send(child)
+        with feed._store._locked():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    producer = start(die, feed)
+    child = reader.recv()
+    os.waitid(os.P_PID, producer.pid, os.WEXITED | os.WNOWAIT)  # join would wait for the child, too
+    waker = threading.Timer(WAIT_S, os.kill, (child, signal.SIGKILL))
+    waker.start()
+    try:
+        assert numbers(feed, 1) == [1]
+        assert waker.is_alive()
+    finally:
+        waker.cancel()
+        os.kill(child, signal.SIGKILL)
+
+
 def test_a_process_that_must_not_open_the_feed_finds_none(feed: Feed) -> None:
     """A Spark executor of another user; it reaches the feed over a node instead."""
     is_root = os.getuid() == 0
@@ -333,6 +359,23 @@ def test_nothing_is_left_in_shared_memory() -> None:
     assert list(SHARED.glob(f"{name}*")) == []
     with pytest.raises(Closed, match="there is no feed"):
         Feed.attach(name)
+
+
+@pytest.mark.parametrize("step", ["_process_namespace", "SharedMemory"])
+def test_a_feed_that_cannot_be_made_leaves_no_memory(
+    monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    token = f"test-{os.getpid()}"
+    with monkeypatch.context() as patched:
+        patched.setattr(ring.secrets, "token_hex", lambda _: token)
+        patched.setattr(ring, step, fail)
+        with pytest.raises(OSError, match="too many open files"):
+            Feed(batches=2, batch_bytes=10)
+    gc.collect()
+    assert list(SHARED.glob(f"*{token}*")) == []
 
 
 @pytest.mark.parametrize(("batches", "batch_bytes"), [(1, 10), (2, 0)])

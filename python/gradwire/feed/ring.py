@@ -135,6 +135,8 @@ class Ring:
         size = _data_at(slots) + slots * slot_bytes
         path = FOLDER / self.name
         guard = create_locked(path, f"has a feed {self.name!r}")
+        # First, because what follows may fail, as where there are no descriptors left.
+        weakref.finalize(self, release, guard, path, os.getpid())
         try:
             os.posix_fallocate(guard.fileno(), 0, size)  # a full /dev/shm must not kill a writer
         except OSError as error:
@@ -145,6 +147,7 @@ class Ring:
             raise refusal from None
         # The resource tracker removes the memory also when this process is killed.
         self._memory = SharedMemory(self.name)
+        weakref.finalize(self, _remove, self.name, self._memory, os.getpid())
         head: NDArray[np.int64] = np.ndarray(_FIELDS, np.int64, self._memory.buf)
         head[[_SLOTS, _SLOT_BYTES]] = slots, slot_bytes
         head[[_PID, _STARTED]] = os.getpid(), _started(os.getpid())
@@ -152,23 +155,25 @@ class Ring:
         head[_MAGIC_AT] = _MAGIC
         del head
         self._memory.close()  # mapped below as in every other process; this object only removes the name
-        weakref.finalize(self, _remove, self.name, self._memory, os.getpid())
-        weakref.finalize(self, guard.close)
 
     def _open(self) -> None:
         """Map the memory; again in a forked process, which must not share its parent's lock."""
         self._process = os.getpid()
         self._process_started = _started(self._process)
         self._lock = threading.Lock()
+        path = FOLDER / self.name
         try:
-            self._file = os.open(FOLDER / self.name, os.O_RDWR | os.O_CLOEXEC)
+            self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            # A forked child would keep the lock of a process that is killed while it holds the lock.
+            os.register_at_fork(after_in_child=weakref.finalize(self, os.close, self._file))
+            # Another open file, because a mapping keeps its own, in a forked child, too.
+            with path.open("r+b") as mapped:
+                self._map = mmap.mmap(mapped.fileno(), 0)
         except (FileNotFoundError, PermissionError):
             raise Closed(
                 f"there is no feed {self.name!r} that this process may open: the feed was closed, or belongs to "
                 "another user or machine (Feed.connect)"
             ) from None
-        weakref.finalize(self, os.close, self._file)
-        self._map = mmap.mmap(self._file, 0)
         self._head: NDArray[np.int64] = np.frombuffer(self._map, np.int64, _FIELDS)
         if self._head[_MAGIC_AT] != _MAGIC:
             raise ValueError(f"{self.name!r} is no feed of this version of gradwire")
