@@ -292,8 +292,8 @@ if __name__ == "__main__":
     assert "gradwire demo: worker 0 ended early with status 7" in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_an_ended_demo_leaves_no_network_namespace(number: signal.Signals, tmp_path: Path) -> None:
+def end_demo(number: signal.Signals, folder: Path) -> int:
+    """End a demo by a signal once it has its links, and return its process's number."""
     code = """
 import signal, time
 from gradwire.cli.demo.link import links
@@ -305,7 +305,7 @@ with links(2, 100.0) as (_, description):
     command = [sys.executable, "-c", code]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=environment
+        command, stdout=subprocess.PIPE, text=True, cwd=folder, env=environment
     )
     assert process.stdout is not None
     has_namespaces = "token bucket" not in process.stdout.readline()
@@ -313,8 +313,20 @@ with links(2, 100.0) as (_, description):
     process.communicate(timeout=30)
     if not has_namespaces:
         pytest.skip("network namespaces need root, ip and tc")
-    assert process.returncode == 128 + number
-    assert not [*Path("/run/netns").glob(f"gwdemo-{process.pid}*")]
+    assert process.returncode == (-number if number == signal.SIGKILL else 128 + number)
+    return process.pid
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_an_ended_demo_leaves_no_network_namespace(number: signal.Signals, tmp_path: Path) -> None:
+    process = end_demo(number, tmp_path)
+    assert not [*Path("/run/netns").glob(f"gwdemo-{process}*")]
+
+
+def test_the_next_demo_removes_the_network_namespaces_of_a_killed_one(tmp_path: Path) -> None:
+    killed = end_demo(signal.SIGKILL, tmp_path)
+    end_demo(signal.SIGTERM, tmp_path)
+    assert not [*Path("/run/netns").glob(f"gwdemo-{killed}*")]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

@@ -10,9 +10,11 @@ import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from ..run import leave
 
+_PREFIX = "gwdemo-"
 _BURST_BYTES = 131_072
 _QUEUE_S = 0.05
 _DELAYED_PACKETS = 100_000
@@ -69,7 +71,7 @@ def links(workers: int, mbit: float, latency_s: float = 0.0) -> Iterator[tuple[l
     Raises:
         OSError: there is a latency, which only the kernel can add, and this user may not make network namespaces.
     """
-    name = f"gwdemo-{os.getpid()}"
+    name = f"{_PREFIX}{os.getpid()}"
     spaces = [f"{name}-{number}" for number in range(workers)]
     with contextlib.ExitStack() as stack:
         # The kernel keeps namespaces, and workers run on, until they are ended, which the signals' own ways to end a
@@ -103,6 +105,7 @@ def _build(
     name: str, spaces: list[str], mbit: float, latency_s: float, stack: contextlib.ExitStack
 ) -> list[Link]:
     """Connect a namespace for each worker to a bridge, limited at both ends of each link; the stack removes them."""
+    _remove_leftovers()
     for space in (name, *spaces):
         stack.callback(_remove, space)  # first, for a signal may come as soon as there is one
         _run("ip", "netns", "add", space)
@@ -127,6 +130,15 @@ def _build(
             _run("tc", "-n", space, "qdisc", "add", "dev", "v0", "parent", "1:1", *delay)
         built.append(Link(0.0, space, host, ends))
     return built
+
+
+def _remove_leftovers() -> None:
+    """Remove the namespaces of killed demos, which the kernel would keep."""
+    for path in Path("/run/netns").glob(f"{_PREFIX}*"):
+        process = path.name.removeprefix(_PREFIX).partition("-")[0]
+        # In containers processes get the same numbers again and again.
+        if process == str(os.getpid()) or not Path("/proc", process).exists():
+            _remove(path.name)
 
 
 def _remove(space: str) -> None:
