@@ -40,9 +40,13 @@ def test_a_checkpoint_that_does_not_fit_the_disk_leaves_the_last_one_alone(
     def fail(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="No space left"):
-        host.save()
+    with monkeypatch.context() as full:
+        full.setattr(os, "fsync", fail)
+        with pytest.raises(
+            OSError, match=r"checkpoint cannot be written \(No space left.*/checkpoint'"
+        ) as raised:
+            host.save()
+    assert raised.value.errno == errno.ENOSPC
     assert path.read_bytes() == saved
     assert list(tmp_path.glob("checkpoint*")) == [path]
 

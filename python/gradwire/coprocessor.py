@@ -515,12 +515,17 @@ class Host(AbstractContextManager["Host"]):
                 "taken": [[run.id, run.taken] for run in self._runs.values()],
             }
             temporary = self._path.with_name(self._path.name + ".tmp")
-            with ExitStack() as stack, temporary.open("wb") as file:
-                stack.callback(temporary.unlink, missing_ok=True)  # a part would keep a disk full
-                _write_arrays(file, document, arrays)
-                file.flush()
-                os.fsync(file.fileno())
-                temporary.replace(self._path)
+            try:
+                with ExitStack() as stack, temporary.open("wb") as file:
+                    # A part would keep a disk full.
+                    stack.callback(temporary.unlink, missing_ok=True)
+                    _write_arrays(file, document, arrays)
+                    file.flush()
+                    os.fsync(file.fileno())
+                    temporary.replace(self._path)
+            except OSError as error:
+                text = f"the checkpoint cannot be written ({error.strerror or error})"
+                raise OSError(error.errno, text, str(self._path)) from error
         for run in self._runs.values():
             run.saved = run.taken
 
