@@ -602,9 +602,11 @@ def _handle_sighup() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-def start_run(tmp_path: Path, grace: str, what: str) -> subprocess.Popen[str]:
+def start_run(
+    tmp_path: Path, grace: str, what: str, script_text: str = SAVING
+) -> subprocess.Popen[str]:
     script = tmp_path / "train.py"
-    script.write_text(SAVING)
+    script.write_text(script_text)
     command = [sys.executable, "-m", "gradwire", "run", "-n", "2", *grace.split()]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     run = subprocess.Popen(
@@ -630,6 +632,34 @@ def test_workers_have_the_time_to_save_when_the_run_is_ended(
     assert output.count("saved") == 2
     assert "killed" not in errors
     assert run.returncode == 128 + end
+
+
+LEAVING = """
+import os, pathlib, signal, sys, time
+
+def leave(*_):
+    pathlib.Path(sys.argv[1], os.environ["RANK"]).touch()
+    os._exit(0)
+
+signal.signal(signal.SIGTERM, leave)
+print("trains", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux tells a process that its parent has died"
+)
+def test_workers_of_a_killed_run_do_not_train_on(tmp_path: Path) -> None:
+    folder = tmp_path / "left"
+    folder.mkdir()
+    run = start_run(tmp_path, "", str(folder), LEAVING)
+    run.kill()
+    run.communicate(timeout=30)
+    deadline_s = time.monotonic() + 20
+    while len(list(folder.iterdir())) < 2 and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    assert {path.name for path in folder.iterdir()} == {"0", "1"}
 
 
 def _ignore_sighup() -> None:

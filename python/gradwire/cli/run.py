@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import math
 import os
 import secrets
@@ -19,6 +20,8 @@ from typing import Any, TextIO
 from gradwire.shared_memory import free_leftovers
 
 WORKERS_MAX = 1_024  # more processes than a machine has processors train no faster
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
 _POLL_S = 0.05
 _LAST_OUTPUT_S = 5.0  # to copy what the workers have written, once all have ended
 _GRACE_S = 30.0  # as torchrun gives; a checkpoint of 10 GB takes about as long on a disk
@@ -31,8 +34,8 @@ def add_parser(commands: Any) -> None:
         help="start several workers of a training on this machine",
         description="Start a script in several processes of this machine, which find each other: RANK, WORLD_SIZE, "
         "LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and GRADWIRE_SECRET are set. Every line of output "
-        "begins with the worker's rank. When one worker fails, or this command gets SIGTERM or SIGHUP, the workers get "
-        "SIGTERM and may save a checkpoint; a second signal, or the end of --grace, kills them.",
+        "begins with the worker's rank. When one worker fails, or this command gets SIGTERM or SIGHUP or is killed, "
+        "the workers get SIGTERM and may save a checkpoint; a second signal, or the end of --grace, kills them.",
     )
     parser.add_argument("-n", "--workers", type=int, required=True, help="number of workers")
     parser.add_argument(
@@ -136,7 +139,7 @@ def run_all(
     for number in handlers.keys() - {signal.SIGINT}:
         signal.signal(number, leave)
     try:
-        for rank, environment in enumerate(places):
+        for environment in places:
             worker = subprocess.Popen(  # noqa: S603  (the user's own script)
                 command,
                 env=environment,
@@ -145,8 +148,11 @@ def run_all(
                 stderr=subprocess.PIPE,
                 text=True,
                 errors="replace",
+                # Safe because the readers, which are threads, begin later.
+                preexec_fn=_end_with_launcher if sys.platform == "linux" else None,
             )
             workers.append(worker)
+        for rank, worker in enumerate(workers):
             for pipe, target in ((worker.stdout, out), (worker.stderr, err)):
                 # A daemon, because it reads until all processes that have the pipe have ended.
                 reader = threading.Thread(
@@ -179,6 +185,11 @@ def run_all(
         deadline_s = time.monotonic() + _LAST_OUTPUT_S
         for reader in readers:
             reader.join(max(0.0, deadline_s - time.monotonic()))
+
+
+def _end_with_launcher() -> None:
+    """Let the system end this worker when the launcher is killed: it would train on, unseen, beside the next run."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _name_of(number: int) -> str:
