@@ -121,6 +121,25 @@ def test_what_a_killed_process_has_left_goes_when_anything_of_another_name_begin
     kill(living)
 
 
+def test_what_a_killed_leader_has_left_goes_when_the_last_worker_ends(folder: Path) -> None:
+    killed = start(BODY.format(holder=HOLDERS["team"]), "killed", str(folder))
+    with gw.LocalTeam("killed", [np.zeros(1 << 16, np.float32)], size=2, rank=1):
+        kill(killed)
+    assert list(folder.iterdir()) == []
+
+
+def test_who_waits_for_the_feed_of_a_killed_process_removes_it(own_prefix: str) -> None:
+    code = BODY.format(holder=HOLDERS["feed"])
+    code = code.replace("shared_memory.FOLDER = Path(sys.argv[2])", "ring.PREFIX = sys.argv[2]")
+    killed = start(code, "", own_prefix)
+    [path] = shared_memory.FOLDER.glob(f"{own_prefix}*")
+    feed = Feed.attach(path.name)
+    kill(killed)
+    with pytest.raises(gw.Closed):
+        feed.get(timeout_s=20)
+    assert not path.exists()
+
+
 def test_what_the_maker_of_a_feed_has_left_goes_too(own_prefix: str) -> None:
     code = BODY.format(holder=HOLDERS["feed"])
     code = code.replace("shared_memory.FOLDER = Path(sys.argv[2])", "ring.PREFIX = sys.argv[2]")

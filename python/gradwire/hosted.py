@@ -48,7 +48,7 @@ class HostedModel:
 
     The process that makes the model hosts it and writes. Any other process of the same user attaches by name and reads.
     The name goes when the host closes the model or ends, however it ends; attached readers keep the last parameters.
-    The memory of a killed host goes when any model, team or feed of this user begins.
+    The memory of a killed host goes when any model, team or feed of this user begins or ends.
 
     Args:
         name: letters, digits, ".", "_" and "-", at most 64.

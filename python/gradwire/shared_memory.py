@@ -151,7 +151,7 @@ def _describe_taken(path: Path) -> str:
 def create_locked(path: Path, what: str) -> BufferedRandom:
     """Create a file that is locked until this process closes it or ends; remove all that dead processes have left.
 
-    A run that is killed cannot remove its files, and the next run has another name, so whoever creates a
+    A run that is killed cannot remove its files, and the next run has another name, so whoever creates or releases a
     file removes them. A forked child does not keep the lock.
 
     Args:
@@ -215,10 +215,12 @@ def is_held(path: Path) -> bool:
 
 
 def release(file: BufferedRandom, path: Path, process: int) -> None:
-    """Remove a locked file; a forked child leaves it to the process that created it."""
+    """Remove a locked file, and all that dead processes have left; a forked child leaves the file to its creator."""
     if os.getpid() == process and not file.closed:
         path.unlink(missing_ok=True)
         file.close()
+        # A team's killed rank 0, say: the workers that end because of that are the last that can do so.
+        free_leftovers()
 
 
 class Usage(NamedTuple):

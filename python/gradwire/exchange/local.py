@@ -111,7 +111,7 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
     crashed run has left under the name; the others wait for it. Then rank 0, which has the node and the exchange, calls
     ``lead``, each other ``follow``. A worker that dies is noticed by the lock that it held; the others go on, and a new
     process may take its rank. The memory goes when rank 0 ends. The memory of a killed rank 0 goes when any team,
-    hosted model or feed of this user begins.
+    hosted model or feed of this user begins or ends.
 
     Args:
         name: of the run: letters, digits, ".", "_" and "-", at most 64. Other runs of this user need other names.

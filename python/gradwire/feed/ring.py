@@ -39,6 +39,7 @@ from ..shared_memory import (
     aligned,
     create_locked,
     fence,
+    free_leftovers,
     open_file,
     release,
     shortage,
@@ -387,6 +388,7 @@ class Ring:
                         row[_STATE] = _FREE
         if _started(int(self._head[_PID])) != self._head[_STARTED]:
             self.end(how="closed")
+            free_leftovers()
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
