@@ -8,6 +8,7 @@ import gc
 import logging
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -557,6 +558,34 @@ def test_top_leaves_out_a_process_that_ends_while_it_answers(folder: Path) -> No
         assert top.pages() == {}
         thread.join()
     assert folder.exists()
+
+
+def test_top_leaves_out_a_killed_process_whose_forked_child_lives(folder: Path) -> None:
+    code = """
+import os, pathlib, signal, sys
+import gradwire as gw
+from gradwire.exchange import metrics
+
+metrics._SOCKETS = pathlib.Path(sys.argv[1])
+with gw.Node("127.0.0.1:0", secret=bytes(range(32))) as node:
+    share = gw.Exchange(gw.Encoder(4, 0.5), node, min_peers=0)
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    print(child, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "GRADWIRE_TOP": "1"}
+    command = [sys.executable, "-c", code, str(folder.parent)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        process.wait()
+        try:
+            assert list(folder.glob("*.sock"))
+            assert top.pages() == {}
+        finally:
+            os.kill(child, signal.SIGKILL)
 
 
 @pytest.mark.usefixtures("folder")

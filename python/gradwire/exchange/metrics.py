@@ -443,6 +443,8 @@ def serve_snapshot(exchange: _HasMetrics) -> None:
         _LOG.warning("`gradwire top` cannot show this process, which goes on: %s", error)
         return
 
+    # A forked child would keep the socket, which after the death of this process seemed to be that of a busy one.
+    os.register_at_fork(after_in_child=weakref.finalize(exchange, server.socket.close))
     is_over = threading.Event()
 
     def serve() -> None:
