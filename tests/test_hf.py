@@ -166,7 +166,9 @@ def overlapping():
     return resumed("overlapping", every=4, overlap=3, codec="dense")
 
 def evaluation():
-    made = trainer("evaluation", "adamw_torch", False, eval_strategy="steps", eval_steps=3)
+    made = trainer("evaluation", "adamw_torch", False, eval_strategy="steps", eval_steps=3, eval_on_start=True)
+    with torch.no_grad():
+        made.model.net[0].bias += rank
     made.train()
     kept = {name: value.clone() for name, value in made.model.net.named_parameters()}
     made.train()  # once more in the same process

@@ -166,7 +166,7 @@ def _evaluating(optimizer: SharedOptimizer | None) -> Iterator[None]:
     if optimizer is None:
         yield
         return
-    _catch_up(optimizer)
+    optimizer.catch_up()  # joins before the first step
     with optimizer.shared_parameters():
         yield
 

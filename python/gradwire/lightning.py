@@ -211,9 +211,10 @@ class GradwireStrategy(DDPStrategy):
                 optimizer.catch_up()
 
     def on_validation_start(self) -> None:
-        """Evaluate the parameters that all processes share."""
+        """Evaluate the parameters that all processes share, also before the first step."""
         super().on_validation_start()
-        self._catch_up()
+        for optimizer in self._shared_optimizers():
+            optimizer.catch_up()  # joins
         self._is_evaluating = True
         for optimizer in self._shared_optimizers():
             self._evaluation.enter_context(optimizer.shared_parameters())
