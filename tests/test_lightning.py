@@ -54,10 +54,11 @@ def loader():
 
 def trainer(strategy="gradwire", steps=6, **options):
     return pl.Trainer(
-        **{"logger": False, "enable_checkpointing": False, "limit_val_batches": 0, **options},
+        **{"logger": False, "enable_checkpointing": False, "limit_val_batches": 0, "num_sanity_val_steps": 0,
+           **options},
         strategy=strategy, accelerator="cpu", devices=local_size, num_nodes=2 // local_size,
         max_steps=steps, enable_progress_bar=False, enable_model_summary=False,
-        num_sanity_val_steps=0, default_root_dir=folder,
+        default_root_dir=folder,
     )
 
 def fitted(model, made, **options):
@@ -102,10 +103,42 @@ def overlapping():
 
 def validation():
     model = Module(torch.optim.AdamW)
+    with torch.no_grad():
+        model.net[0].bias += rank
     options = {"limit_val_batches": 1, "val_check_interval": 3, "check_val_every_n_epoch": None}
+    options["num_sanity_val_steps"] = 1
     made = trainer(**options)
     made.fit(model, loader(), loader())
     return {"validated": model.validated, "checked": made.callback_metrics["checked"].item()}
+
+class Unequal(Module):
+    def validation_step(self, *_):
+        self.log("checked", [[2.0, 1.0, 0.0, 3.0], [1.25, 2.25, 0.25, 3.25]][rank][self.current_epoch])
+
+def unequal():
+    def fit(callback, **options):
+        made = trainer(steps=-1, max_epochs=4, limit_train_batches=3, limit_val_batches=1,
+                       enable_checkpointing=True, callbacks=[callback])
+        model = Unequal(torch.optim.AdamW)
+        made.fit(model, loader(), loader(), **options)
+        return copied(model)
+
+    path, name = folder / "unequal", "{epoch}-{checked}"
+    final = fit(ModelCheckpoint(path, monitor="checked", filename=name, save_top_k=2, save_last="link"))
+    resumed = fit(ModelCheckpoint(folder / "unequal rest"), ckpt_path=path / "last.ckpt")
+    return {"final": final, "resumed": resumed, "files": sorted(each.name for each in path.iterdir())}
+
+class Requeuing(Callback):
+    def on_train_epoch_end(self, trainer, _):
+        if trainer.current_epoch == 1:  # as SLURM's signal does
+            trainer.save_checkpoint(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
+
+def requeued():
+    model, again = Module(torch.optim.AdamW), Module(torch.optim.AdamW)
+    options = {"steps": -1, "max_epochs": 3, "limit_train_batches": 3}
+    trainer(callbacks=[Requeuing()], **options).fit(model, loader())
+    trainer(**options).fit(again, loader(), ckpt_path="hpc")
+    return {"final": copied(model), "resumed": copied(again)}
 
 def lr_find():
     model = Module(torch.optim.AdamW)
@@ -194,7 +227,8 @@ def ema_again():
         wrapped = "update_parameters" in vars(average._average_model)
     return {**fit_averaging(average), "wrapped after failure": wrapped}
 
-cases = [accumulation, clipping, bf16, resume, overlapping, validation, lr_find, finetuning, ema, swa, ema_again]
+cases = [accumulation, clipping, bf16, resume, overlapping, validation, unequal, requeued, lr_find, finetuning,
+         ema, swa, ema_again]
 run({case.__name__: case for case in cases})
 """
 
@@ -240,9 +274,23 @@ def test_a_training_is_resumed_bit_for_bit(done: tuple[Path, str], case: str) ->
 def test_all_ranks_validate_the_shared_parameters(done: tuple[Path, str]) -> None:
     first, second = runs.results_of(done[0], "validation", done[1])
     assert first["checked"] == second["checked"]
-    assert len(first["validated"]) == 2
+    assert len(first["validated"]) == 3  # the first before the training
     for mine, theirs in zip(first["validated"], second["validated"], strict=True):
         runs.assert_same(mine, theirs)
+
+
+def test_rank_0_chooses_and_names_checkpoints_where_metrics_differ(done: tuple[Path, str]) -> None:
+    first, second = runs.results_of(done[0], "unequal", done[1])
+    kept = ["epoch=1-checked=1.0.ckpt", "epoch=2-checked=0.0.ckpt"]
+    assert first["files"] == sorted([*kept, *(f"{name}.rank1" for name in kept), "last.ckpt"])
+    for result in (first, second):
+        runs.assert_same(result["resumed"], first["final"])
+
+
+def test_slurm_finds_the_checkpoint_of_a_job_that_it_starts_again(done: tuple[Path, str]) -> None:
+    first, second = runs.results_of(done[0], "requeued", done[1])
+    for result in (first, second):
+        runs.assert_same(result["resumed"], first["final"])
 
 
 def test_a_learning_rate_is_found_and_leaves_no_trace(done: tuple[Path, str]) -> None:

@@ -250,6 +250,7 @@ class GradwireStrategy(DDPStrategy):
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
         """Save the checkpoint once for each file system, and beside it the optimiser's state of every other rank."""
+        filepath = self._as_first(filepath)
         files = RankFiles(filepath, self.global_rank, self.world_size)
         if files.is_writer(self.local_rank, self.barrier, self.broadcast):
             self.checkpoint_io.save_checkpoint(
@@ -258,6 +259,11 @@ class GradwireStrategy(DDPStrategy):
         if self.global_rank and "optimizer_states" in checkpoint:
             own = {"optimizer_states": checkpoint["optimizer_states"]}
             self.checkpoint_io.save_checkpoint(own, files.own, storage_options=storage_options)
+
+    def _as_first(self, filepath: Any) -> str:
+        """Return a checkpoint's path with the name that rank 0 gives it: a metric in it may be this rank's own."""
+        folder, name = os.path.split(os.fspath(filepath))
+        return os.path.join(folder, self.broadcast(name))
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load the checkpoint, where a training goes on with this rank's state of the optimiser.
@@ -268,15 +274,21 @@ class GradwireStrategy(DDPStrategy):
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         state = self.lightning_module.trainer.state.fn
         is_training = state is not None and state.value == "fit"
-        if self.global_rank and is_training and "optimizer_states" in checkpoint:
-            files = RankFiles(checkpoint_path, self.global_rank, self.world_size)
-            files.check()
+        if not is_training or "optimizer_states" not in checkpoint:
+            return checkpoint
+        # ModelCheckpoint(save_last="link") makes a link to the checkpoint alone.
+        is_link = os.path.islink(checkpoint_path)
+        path = os.path.realpath(checkpoint_path) if is_link else checkpoint_path
+        files = RankFiles(path, self.global_rank, self.world_size)
+        files.check()
+        if self.global_rank:
             own = self.checkpoint_io.load_checkpoint(files.own, *args, **kwargs)
             checkpoint["optimizer_states"] = own["optimizer_states"]
         return checkpoint
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove all of a checkpoint's files, each once."""
+        filepath = self._as_first(filepath)
         files = RankFiles(filepath, self.global_rank, self.world_size)
         if self.is_global_zero or (self.local_rank == 0 and Path(filepath).exists()):
             # Machines with one file system remove it at the same time.
