@@ -193,10 +193,12 @@ def _load_rank(optimizer: SharedOptimizer, path: str, accelerator: Any) -> None:
         FileNotFoundError: this rank has no file.
     """
     rank = accelerator.process_index
-    if not rank or not Path(path).exists():
+    if not Path(path).exists():
         return
     files = RankFiles(path, rank, accelerator.num_processes)
     files.check()
+    if not rank:
+        return
 
     def replace(_: Any, _state: Mapping[str, Any]) -> Any:
         handle.remove()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -50,3 +51,24 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         files.check()
     Path(files.own).touch()
     files.check()
+
+
+def test_a_resumption_by_fewer_ranks_says_what_is_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "last.ckpt"
+    for rank in (1, 2):
+        Path(RankFiles(path, rank, 3).own).touch()
+    for size in (3, 4):
+        RankFiles(path, 0, size).check()
+    assert not caplog.records
+    for rank in range(2):
+        RankFiles(path, rank, 2).check()
+    [record] = caplog.records
+    assert record.levelno == logging.WARNING
+    assert f"more ranks than the 2 that resume: the residuals of {path}.rank2" in record.message
+
+
+def test_slurm_counts_checkpoints_and_not_their_ranks(tmp_path: Path) -> None:
+    files = RankFiles(tmp_path / "hpc_ckpt_3.ckpt", 12, 16)
+    assert files.own == str(tmp_path / "rank12.hpc_ckpt_3.ckpt")
