@@ -182,10 +182,10 @@ def test_the_address_comes_with_the_reason_for_it(monkeypatch: pytest.MonkeyPatc
         ),
         ({"RANK": "1"}, "FAIL", "RANK is 1, but WORLD_SIZE is not set"),
         ({"SLURM_PROCID": "1"}, "FAIL", "SLURM_NTASKS is not set"),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "FAIL", "not where"),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "FAIL", "nothing says where"),
         ({"GRADWIRE_PEERS": ""}, "FAIL", "trains alone"),
         ({"GRADWIRE_PEERS": "a,b"}, "FAIL", "address 'a' is not of the form host:port"),
-        ({"GRADWIRE_PEERS": "a:0"}, "FAIL", "address 'a:0': nothing can be reached at port 0"),
+        ({"GRADWIRE_PEERS": "a:0"}, "FAIL", "GRADWIRE_PEERS: address 'a:0' must have a name"),
         ({"GRADWIRE_BIND": "1:2:3"}, "FAIL", "address '1:2:3'"),
     ],
 )

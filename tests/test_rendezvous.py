@@ -113,7 +113,7 @@ def test_mpi_s_ranks_of_one_machine_need_nothing_more_and_others_an_address() ->
     }
     assert placement(variables).node_options()["peers"][0].startswith("127.0.0.1:")
     apart = placement({**variables, "OMPI_COMM_WORLD_SIZE": "4"})
-    with pytest.raises(ValueError, match=r"Open MPI says that there are 3 .*GRADWIRE_PEERS"):
+    with pytest.raises(ValueError, match=r"other nodes \(Open MPI: 3\).*GRADWIRE_PEERS"):
         apart.node_options()
     pmi = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "0"}
     assert placement(pmi).launcher == "PMI"
@@ -781,6 +781,19 @@ def test_a_name_that_is_not_known_yet_is_waited_for(
     assert options_of(WORKER)["bind"] == "0.0.0.0:0"
     assert asked == ["first.example"] * 4
     assert caplog.text.count("is not known yet") == 1
+
+
+@pytest.mark.parametrize("peers", [":40123", "a:0", "10.0.0.7:0", "me@host:7", "a:1,[b]x:2"])
+def test_a_peer_that_can_never_be_there_is_refused_rather_than_waited_for(
+    peers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = names(monkeypatch, None)
+    with pytest.raises(ValueError, match=r"GRADWIRE_PEERS: address .* a name or an IP address"):
+        options_of({rendezvous.PEERS: peers})
+    assert not asked
+    assert placement({rendezvous.BIND: ":40123"}).bind == ":40123"  # all of this machine's
+    for peer in ("[fd00::1%eth0]:7", "node_1.example:7", "[::1]:7"):
+        assert placement({rendezvous.PEERS: peer}).peers == (peer,)
 
 
 @pytest.mark.parametrize("peers", ["10.0.0.7", "trainer-0", "::1", "10.0.0.1:1 b"])

@@ -144,9 +144,9 @@ class Placement:
             if self.bind is not None:  # the others come to this node
                 return {"bind": self.bind, "peers": (), **options}
             raise ValueError(
-                f"{self.launcher or MIN_PEERS} says that there are {expected} other nodes, but not where: set {PEERS} "
-                'to the "host:port" of at least one, and on that one GRADWIRE_BIND to the port, or MASTER_ADDR and '
-                "MASTER_PORT to the address of rank 0"
+                f"there are other nodes ({self.launcher or MIN_PEERS}: {expected}), and nothing says where: set "
+                f'MASTER_ADDR and MASTER_PORT to the address of rank 0, or {PEERS} to the "host:port" of at least one, '
+                f"and on that one {BIND} to the port"
             )
         host, port = parse_address(self.seed)
         if not port:
@@ -267,7 +267,7 @@ def placement(environ: Mapping[str, str] | None = None) -> Placement:
     _check(launched, variables)
     return replace(
         launched,
-        bind=_checked(BIND, variables.get(BIND, "")) or None,
+        bind=_checked(BIND, variables[BIND]) if variables.get(BIND) else None,
         peers=tuple(_checked(PEERS, address) for address in _addresses(variables)) or None,
         min_peers=_number(variables, MIN_PEERS) if variables.get(MIN_PEERS) else None,
     )
@@ -474,8 +474,7 @@ def _seed(variables: Mapping[str, str]) -> str:
     host = variables.get("MASTER_ADDR", "").strip()
     if not host or not variables.get("MASTER_PORT"):
         return ""
-    # A name that cannot exist would be taken for one that is not known yet, and waited for.
-    if not re.fullmatch(r"[\w.-]+", host) and not _is_ipv6(host):
+    if not _may_exist(host):
         raise ValueError(
             f"the environment variable MASTER_ADDR is {host!r}, must be a name or an IP address without brackets, "
             "scheme or port: the port goes into MASTER_PORT"
@@ -488,7 +487,10 @@ def _seed(variables: Mapping[str, str]) -> str:
     return format_address((host, port))
 
 
-def _is_ipv6(host: str) -> bool:
+def _may_exist(host: str) -> bool:
+    """Return whether this is a name or an address: what can never exist would be waited for as a name not known yet."""
+    if re.fullmatch(r"[\w.-]+", host):
+        return True
     try:
         socket.inet_pton(socket.AF_INET6, host.partition("%")[0])
     except OSError:
@@ -538,8 +540,11 @@ def _number(variables: Mapping[str, str], name: str, default: int | None = None)
 def _checked(name: str, address: str) -> str:
     """Return an address of an environment variable; raise `ValueError`, with the variable's name, if it is none."""
     try:
-        if address:
-            parse_address(address)
+        host, port = parse_address(address)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
+    if name == PEERS and not (port and _may_exist(host)):
+        raise ValueError(
+            f"{PEERS}: address {address!r} must have a name or an IP address, and a port from 1 to 65535"
+        )
     return address
