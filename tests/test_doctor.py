@@ -8,9 +8,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -144,6 +146,24 @@ def test_a_secret_is_described_without_being_shown(monkeypatch: pytest.MonkeyPat
     missing = machine.check_secret(needs_it=True)
     assert missing.verdict == "FAIL"
     assert "gradwire secret" in missing.helps[0]
+
+
+def test_the_remedy_for_a_secret_is_not_refused_itself(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Beside GRADWIRE_SECRET_FILE, GRADWIRE_SECRET is one too many."""
+    monkeypatch.setenv("GRADWIRE_SECRET", "shorter=")
+    check = machine.check_secret(needs_it=True)
+    assert "the cluster secret in GRADWIRE_SECRET has " in check.says
+    assert check.helps == (machine.REMEDY,)
+    monkeypatch.setenv("GRADWIRE_SECRET_FILE", str(tmp_path / "secret"))
+    check = machine.check_secret(needs_it=True)
+    assert "unset one" in check.says
+    assert check.helps == ("unset GRADWIRE_SECRET_FILE",)
+    monkeypatch.delenv("GRADWIRE_SECRET")
+    check = machine.check_secret(needs_it=True)
+    assert f"{tmp_path / 'secret'} cannot be read" in check.says
+    assert check.helps == (f"unset GRADWIRE_SECRET_FILE; {machine.REMEDY}",)
 
 
 def test_the_address_comes_with_the_reason_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

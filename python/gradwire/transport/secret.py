@@ -46,14 +46,14 @@ def parse_secret(secret: bytes | str | os.PathLike[str] | None) -> bytes:
     Raises:
         TypeError, ValueError: missing, unreadable, not 32 bytes, or not random: it could be guessed off-line.
     """
+    name = "the cluster secret" + (f" in {SECRET_VARIABLE}" if secret is None else "")
     secret = environment_secret() if secret is None else secret
     if secret is None:
         raise ValueError(
             f"a cluster secret is needed: pass secret= or set {SECRET_VARIABLE} or {SECRET_FILE_VARIABLE}; {REMEDY}"
         )
-    name = "the cluster secret"
     if isinstance(secret, os.PathLike):
-        name += f" in {os.fspath(secret)}"
+        name = f"the cluster secret in {os.fspath(secret)}"
         secret = _read(Path(secret))
     elif not isinstance(secret, (str, bytes, bytearray, memoryview)):
         raise TypeError(f"{name} must be 32 bytes, a text or a path, not {type(secret).__name__}")

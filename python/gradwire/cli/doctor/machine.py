@@ -17,7 +17,12 @@ import gradwire as gw
 from gradwire import _core, rendezvous, shared_memory
 from gradwire.shared_memory import Usage
 from gradwire.transport import Node, SocketStats, addressing, generate_secret, parse_secret
-from gradwire.transport.secret import environment_secret, fingerprint
+from gradwire.transport.secret import (
+    SECRET_FILE_VARIABLE,
+    SECRET_VARIABLE,
+    environment_secret,
+    fingerprint,
+)
 
 from ..units import si
 
@@ -110,13 +115,17 @@ def aes_bytes_per_s() -> float:
 def check_secret(*, needs_it: bool) -> Check:
     """Check the secret of the environment, without showing it."""
     try:
-        secret = environment_secret()
-        if secret is None:
+        if environment_secret() is None:
             says = "neither GRADWIRE_SECRET nor GRADWIRE_SECRET_FILE is set"
             return Check("secret", "FAIL" if needs_it else "n/a", says, (REMEDY,))
-        says = f"fingerprint {fingerprint(parse_secret(secret))}, the same on every machine"
+        says = f"fingerprint {fingerprint(parse_secret(None))}, the same on every machine"
     except ValueError as error:
-        return Check("secret", "FAIL", str(error), (REMEDY,))
+        # Beside the variable of a file, that of a secret would be one too many.
+        remedy = REMEDY
+        if os.environ.get(SECRET_FILE_VARIABLE):
+            is_second = bool(os.environ.get(SECRET_VARIABLE))
+            remedy = "unset GRADWIRE_SECRET_FILE" + ("" if is_second else f"; {REMEDY}")
+        return Check("secret", "FAIL", str(error), (remedy,))
     return Check("secret", "ok", says)
 
 
