@@ -301,6 +301,40 @@ def test_a_peer_that_does_not_answer_ends_the_test(
         link.ask(two, peer, "state")
 
 
+def test_a_peer_that_sends_has_the_time_to_say_that_nothing_arrives(
+    ends: tuple[link.End, link.End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where large datagrams are lost on the way back only, the peer alone knows it."""
+    one, two = ends
+    monkeypatch.setattr(link, "ANSWER_S", 0.2)
+    monkeypatch.setattr(link, "STALL_S", 1.0)
+    publish = Node.publish
+
+    def lose_bulk(node: Node, payload: Any, tag: int = 0, **options: Any) -> Ticket:
+        if tag == link.BULK:
+            return Ticket(link.BULK, 1, frozenset([options["to"]]))
+        return publish(node, payload, tag, **options)
+
+    monkeypatch.setattr(Node, "publish", lose_bulk)
+    answering = threading.Thread(target=lambda: [link.answer(one, 0.05) for _ in range(40)])
+    answering.start()
+    try:
+        with pytest.raises(link.LinkError, match=r"acknowledged nothing .* drops datagrams"):
+            link.ask(two, two.node.peers[0], "send", 0.1)
+    finally:
+        answering.join()
+
+
+def test_a_doctor_is_to_serve_at_the_ip_version_at_which_it_is_looked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(link, "CONNECT_S", 0.1)
+    for target, there in (("[::1]:9", "[::]:9"), ("127.0.0.1:9", "0.0.0.0:9")):
+        bind = "[::]:0" if "[" in target else "0.0.0.0:0"
+        [check], _ = link.check(target, 0.1, bind, None)
+        assert f"gradwire doctor --serve --bind {there} " in check.helps[0]
+
+
 def test_a_link_that_drops_large_datagrams_ends_the_test_with_a_hint(
     ends: tuple[link.End, link.End], monkeypatch: pytest.MonkeyPatch
 ) -> None:

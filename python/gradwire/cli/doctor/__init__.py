@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -98,7 +99,11 @@ def _conclusion(checks: Iterable[Any]) -> str:
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
     if not 0.0 < seconds <= SECONDS_MAX:
-        raise argparse.ArgumentTypeError(f"must be above 0 and at most {SECONDS_MAX:.0f}")
+        problem = f"{text!r} must be a number above 0 and at most {SECONDS_MAX:.0f}"
+        raise argparse.ArgumentTypeError(problem)
     return seconds

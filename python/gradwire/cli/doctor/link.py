@@ -247,7 +247,9 @@ def _round_trips(end: End, peer: Peer, seconds: float) -> list[float]:
 def ask(end: End, peer: Peer, task: str, seconds: float = 0.0) -> dict[str, Any]:
     """Return the peer's answer to a question."""
     end.node.publish(json.dumps({"do": task, "seconds": seconds}).encode(), ASK, to=peer)
-    payload = _wait_for(end, peer, TELL, seconds + 2 * ANSWER_S)
+    # A peer that sends notices by itself if nothing arrives, and answers with what helps.
+    work_s = seconds + STALL_S if seconds else ANSWER_S
+    payload = _wait_for(end, peer, TELL, work_s + ANSWER_S)
     reply: dict[str, Any] = json.loads(bytes(payload))
     if "error" in reply:
         raise LinkError(f"{peer.address}: {reply['error']}")
@@ -287,7 +289,10 @@ def check(
 
 def _silent(target: str, *, is_refused: bool) -> Check:
     port = target.rpartition(":")[2]
-    serve_there = f"gradwire doctor --serve --bind 0.0.0.0:{port}   # there, with no node running"
+    wildcard = "[::]" if target.startswith("[") else "0.0.0.0"  # noqa: S104
+    serve_there = (
+        f"gradwire doctor --serve --bind {wildcard}:{port}   # there, with no node running"
+    )
     if is_refused:
         return Check("peer", "FAIL", f"no program listens on UDP port {port} there", (serve_there,))
     says = f"{target} does not answer: no doctor serves there, another secret, or a firewall"
