@@ -290,9 +290,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / f"gradwire-{os.getuid()}"
 
 
+@pytest.mark.parametrize("value", [None, "", "0"])
 def test_nothing_is_offered_unless_asked_for(
-    folder: Path, share: gw.Exchange, capsys: pytest.CaptureFixture[str]
+    value: str | None,
+    folder: Path,
+    node: gw.Node,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.delenv("GRADWIRE_TOP", raising=False)
+    if value is not None:
+        monkeypatch.setenv("GRADWIRE_TOP", value)
+    share = gw.Exchange(gw.Encoder(4, 0.5), node, min_peers=0)
     step(share)
     assert not folder.exists()
     assert main(["top"]) == 1

@@ -424,7 +424,7 @@ def serve_snapshot(exchange: _HasMetrics) -> None:
 
     Without a place for the socket the exchange goes on unseen.
     """
-    if not os.environ.get("GRADWIRE_TOP"):
+    if os.environ.get("GRADWIRE_TOP", "") in ("", "0"):
         return
     from socketserver import StreamRequestHandler, UnixStreamServer
 
