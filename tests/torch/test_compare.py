@@ -22,7 +22,7 @@ import torch.distributed as dist  # noqa: E402
 import gradwire.torch  # noqa: E402
 from gradwire.cli import main  # noqa: E402
 from gradwire.cli.demo.link import links  # noqa: E402
-from gradwire.cli.run import free_port  # noqa: E402
+from gradwire.cli.run import environments, free_port  # noqa: E402
 from gradwire.torch.comparison import (  # noqa: E402
     KINDS,
     PORT_VARIABLE,
@@ -199,6 +199,15 @@ def test_arguments_that_make_no_comparison_are_refused(
     assert error in capsys.readouterr().err
     assert main(["compare", *arguments, str(script) + "x"]) == 2
     assert "there is no file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("port", ["http", "65536", "0", " 7"])
+def test_a_port_that_is_none_is_named(port: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environments(2, as_machines=True)[0].items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(PORT_VARIABLE, port)
+    with pytest.raises(ValueError, match=f"{PORT_VARIABLE} is '{port}', must be a port from 1"):
+        Place.from_env()
 
 
 @pytest.mark.slow

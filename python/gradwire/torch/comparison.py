@@ -48,6 +48,7 @@ __all__ = [
 KINDS = ("all-reduce", "other seeds", "gradwire")
 STEPS_MIN = 20
 PORT_VARIABLE = "GRADWIRE_COMPARE_PORT"
+_PORT_LAST = 65_535
 _WARM_UP = 3  # steps whose times do not count
 _TIMED_ON_LINK = 20  # of all-reduce, whose losses do not depend on the link, and whose later steps go without its limit
 _BUCKET_BYTES = 25 << 20  # as DistributedDataParallel's
@@ -90,7 +91,7 @@ class Place:
         """Return the place that a launcher gives this process.
 
         Raises:
-            ValueError: there is no launcher, or only one process.
+            ValueError: there is no launcher, or only one process, or the port is none.
         """
         place = placement()
         if place.rank is None or not place.size or place.size < 2 or not place.seed:
@@ -99,7 +100,10 @@ class Place:
                 "`gradwire compare -n 4 SCRIPT` starts them on this machine"
             )
         host, port = parse_address(place.seed)
-        return cls(place.rank, place.size, host, int(os.environ.get(PORT_VARIABLE) or port + 1))
+        text = os.environ.get(PORT_VARIABLE) or str(port + 1)
+        if not text.isdecimal() or not 0 < int(text) <= _PORT_LAST:
+            raise ValueError(f"{PORT_VARIABLE} is {text!r}, must be a port from 1 to {_PORT_LAST}")
+        return cls(place.rank, place.size, host, int(text))
 
     def open_store(self) -> dist.Store:
         """Return a store of the processes, which is in rank 0."""
