@@ -246,17 +246,23 @@ def test_a_restarted_node_comes_in_with_the_step_of_the_others() -> None:
     assert_identical(trainers)
 
 
-def test_the_log_counts_local_steps_too(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_counts_local_steps_too_and_has_the_names_of_the_nodes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level("INFO", "gradwire.exchange"), cluster(5) as world:
         trainers = [Trainer(world, node_id, 20, min_peers=1, every=7) for node_id in (10, 20)]
+        trainers[0].node.names.update({20: "rank 1", 30: "rank 2"})
         world.run(until=lambda: len(trainers[0].results) > 30)
         late = Trainer(world, 30, 20, min_peers=1, every=7)
+        late.node.names.update({10: "rank 0", 20: "rank 1"})
         world.run(until=lambda: bool(late.results))
         world.kill(trainers[1].node)
         world.run()
     log = "\n".join(caplog.messages)
-    came = [int(step) for step in re.findall(r":1030 comes in with step (\d+)", log)]
-    went = [int(step) for step in re.findall(r"step (\d+): 127.0.0.1:1020 is", log)]
+    came = [int(step) for step in re.findall(r":1030\)? comes in with step (\d+)", log)]
+    went = [int(step) for step in re.findall(r"step (\d+): rank 1 \(127.0.0.1:1020\) is", log)]
+    assert log.count("rank 2 (127.0.0.1:1030) comes in with step") == 1
+    assert "rank 1 (127.0.0.1:1020) is gone, says rank 2 (127.0.0.1:1030)" in log
     assert late.joined is not None
     assert came == [7 * late.joined.step] * 2
     assert len(went) == 2

@@ -433,7 +433,7 @@ class Departure:
                 if run not in membership.departing and not self._still_sends(run, next_missing)
             ]
             if gone:
-                self.suspect(gone, f"is gone, says {self._introductions.peer_of(reporter).address}")
+                self.suspect(gone, f"is gone, says {self._introductions.name_of(reporter)}")
             elif not self._owes_report:  # only reports that name the same nodes are compared
                 self._owes_report = self._own_report() != self._last_report
         self.is_due = True

@@ -349,7 +349,7 @@ class Membership:
     def admit(self, run: NodeRun, first: int) -> None:
         """Make a newcomer a member from its update ``first`` on, for the next step's result too."""
         step = self.introductions.step_number(first)
-        _LOG.info("%s comes in with step %d", self.introductions.peer_of(run).address, step)
+        _LOG.info("%s comes in with step %d", self.introductions.name_of(run), step)
         self.add_member(run, first)
         self._events[1].append(run)
 

@@ -465,9 +465,10 @@ class Start:
         if not (self._options.is_sync or self._equalizes):
             _warn_if_unequal(self._introductions, others)
         _LOG.info(
-            "%s exchange of %d nodes begins at step %d",
+            "%s exchange of %d node%s begins at step %d",
             "sharded" if is_sharded else "mesh",
             len(members),
+            "s" * (len(members) > 1),
             self._introductions.step_number(replica.step) + replica.local_steps,
         )
 
