@@ -174,6 +174,7 @@ def test_the_address_comes_with_the_reason_for_it(monkeypatch: pytest.MonkeyPatc
     assert says("127.0.0.1:0", None, None) == "127.0.0.1: given by --bind 127.0.0.1:0"
     assert says("0.0.0.0:0", "127.0.0.0/8", None).endswith("the one address inside 127.0.0.0/8")
     assert says("0.0.0.0:0", None, "127.0.0.1:1") == "127.0.0.1: on the route to 127.0.0.1:1"
+    assert says("0.0.0.0:40123", None, None).startswith("0.0.0.0: every address of this machine")
     monkeypatch.setenv("GRADWIRE_IP", "127.0.0.1")
     assert says("0.0.0.0:0", None, None) == "127.0.0.1: GRADWIRE_IP is 127.0.0.1"
 

@@ -146,16 +146,15 @@ def check_binding(bind: str, mask: str | None, peer: str | None) -> Iterator[Che
             yield Check("address", "n/a", f"no route can be looked up: {error}")
             yield check_port(chosen)
             return
-    route = f"on the route to {peer}" if peer else "for other machines give --mask or GRADWIRE_IP"
+    every = "every address of this machine; --mask or GRADWIRE_IP chooses one"
     why = {
         "bind": f"given by --bind {bind}",
         "mask": f"the one address inside {mask}",
         "variable": f"GRADWIRE_IP is {os.environ.get('GRADWIRE_IP')}",
-        "route": route,
+        "route": f"on the route to {peer}" if peer else every,
     }[rule]
-    host = addressing.format_address(
-        addressing.local_address(chosen, [peer] if peer else [])
-    ).rpartition(":")[0]
+    shown = addressing.local_address(chosen, [peer]) if peer else chosen
+    host = addressing.format_address(shown).rpartition(":")[0]
     yield Check("address", "ok", f"{host}: {why}")
     yield check_port(chosen)
 
