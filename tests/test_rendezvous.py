@@ -97,11 +97,17 @@ def test_slurm_s_tasks_connect_to_the_first_machine_at_a_port_of_their_step() ->
     [seed] = place.node_options()["peers"]
     host, port = seed.split(":")
     assert host == "gpu07"
-    assert 20_000 <= int(port) < 40_000
+    assert 20_000 <= int(port) < 32_000
     assert place.expected_peers(per_machine=True) == 2
     assert placement({**SLURM, "SLURM_STEP_ID": "1"}).seed != place.seed
     pmi2 = {"PMI_RANK": "4", "PMI_SIZE": "5", "PMI_JOBID": "77.0"}  # of srun --mpi=pmi2
     assert placement({**SLURM, **pmi2}) == place
+
+
+def test_a_port_that_the_run_s_name_decides_is_none_that_linux_gives_to_other_sockets() -> None:
+    for job in range(300):
+        seed = placement({**SLURM, "SLURM_JOB_ID": str(job)}).seed
+        assert 20_000 <= int(seed.rpartition(":")[2]) < 32_768, job
 
 
 def test_mpi_s_ranks_of_one_machine_need_nothing_more_and_others_an_address() -> None:

@@ -27,9 +27,10 @@ PEERS = "GRADWIRE_PEERS"
 MIN_PEERS = "GRADWIRE_MIN_PEERS"
 SECRETS = ("GRADWIRE_SECRET", "GRADWIRE_SECRET_FILE")
 
-# Ports for launchers that name none: 20,000 to 39,999, chosen by the name of the run.
+# Ports for launchers that name none: 20,000 to 31,999, chosen by the name of the run. From 32,768 on Linux gives ports
+# to sockets that ask for any: another program, or another rank of the run, might have taken rank 0's.
 _PORT_FIRST = 20_000
-_PORTS = 20_000
+_PORTS = 12_000
 _PORT_LAST = 65_535
 
 # Longest wait for a name, and the pause between two questions.
