@@ -531,6 +531,14 @@ def test_equal_updates_of_the_workers_of_a_machine_are_found_once(
     assert found.count(True) == (are_equal and workers > 1)
 
 
+def test_workers_whose_gradients_are_averaged_have_equal_updates_without_a_warning() -> None:
+    agreement = Agreement(limits_norms=True)
+    agreement.workers_are_averaged = True
+    for step in range(12):
+        agreement.measure(step, updates(0.9, 3, NUMEL, step)[:1] * 2)
+        assert not agreement.has_found_equal_updates
+
+
 def test_share_limits_outliers_unless_it_is_told_not_to() -> None:
     weights = np.zeros(3, np.float32)
     with gw.share(weights) as shared:

@@ -186,6 +186,8 @@ class Agreement:
     Attributes:
         is_on: whether the factor is measured.
         limits_norms, outer_momentum: as given.
+        workers_are_averaged: whether the workers of this machine have averaged their gradients: that their updates are
+            equal then tells nothing.
     """
 
     def __init__(
@@ -194,6 +196,7 @@ class Agreement:
         self.is_on = False
         self.limits_norms = limits_norms
         self.outer_momentum = outer_momentum
+        self.workers_are_averaged = False
         self._repeats = repeats
         self._median = 0.0  # of the members' norms; 0.0: unknown
         self._shortened = 0
@@ -261,7 +264,8 @@ class Agreement:
         # An update that is not finite is refused, or sent without these elements: it says nothing about agreement.
         if not listed or not squares < _LARGEST:
             return
-        self._count_equal("workers", listed, _ROUNDING)
+        if not self.workers_are_averaged:
+            self._count_equal("workers", listed, _ROUNDING)
         sketch = None
         # Where the optimiser was not called, as after an overflow, nothing is repeated either.
         if self.is_on and (squares > 0.0 or not self._momentum):

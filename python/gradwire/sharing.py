@@ -541,7 +541,8 @@ class TrainingMaker:
             rest has the default; None: the default for all.
         is_adaptive: whether the updates are an adaptive optimiser's, for the default.
         node: to use; None: one from the environment, closed with the training.
-        team: rank and size of the team on this machine; None: from the environment.
+        team: rank and size of the team on this machine, whose gradients are averaged already; None: from the
+            environment.
         shakeup: of the encoders.
         clip: of the encoders.
         options: see `ExchangeOptions`; with the defaults of `training_defaults`, and another one of ``on_straggler``.
@@ -585,6 +586,7 @@ class TrainingMaker:
         if place.hint and node is None:
             _LOG.warning("%s", place.hint)
         self._rank, self._size = team or (place.local_rank, place.local_size)
+        self._is_averaged = team is not None
         self._is_team = self._size > 1 and (node is None or team is not None)
         # What the parameters differ by from the shared ones needs no memory of its own, but clipping changes it.
         self._keeps_residual = not self._checked.apply_residual or clip is not None
@@ -742,6 +744,7 @@ class TrainingMaker:
             is_alone = self._place.local_size == 1
             self._node = Node.from_env(per_machine=self._is_team or is_alone)
         exchange = Exchange(groups, self._node, **self._options)
+        exchange.agreement.workers_are_averaged = self._is_averaged
         exchange.ignore(filter(None, self._finished))
         if self._checked.codec == "threshold":
             exchange.listeners.append(_TensorWatch(named, groups, exchange.difference_of))

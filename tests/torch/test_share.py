@@ -815,6 +815,16 @@ def test_an_optimizer_that_is_closed_inside_shared_parameters_leaves_the_shared_
         assert same_bits(flat(net), expected)
 
 
+def test_ranks_whose_gradients_are_averaged_have_equal_updates_without_a_warning(
+    everywhere: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work(_rank: int, share: Any) -> None:
+        train(net := model(), share(net, OPTIMIZERS["AdamW"](net.parameters())), 0, range(12))
+
+    everywhere("team", work)
+    assert "the processes' updates are equal" not in caplog.text
+
+
 # ---- the step of the training ----------------------------------------------------------------------------------------
 
 
