@@ -146,6 +146,8 @@ def test_a_training_that_has_gone_nan_says_so_once(two_ranks: Ranks) -> None:
     for lines in two_ranks.run(lines_about_nan, 4):
         assert len(lines) == 1
         assert "HookStats.skipped_steps counts further ones" in lines[0]
+        assert "GradScaler, which skips such steps" in lines[0]
+        assert "on_nonfinite" not in lines[0]  # the hook has no such option
 
 
 @pytest.mark.parametrize(

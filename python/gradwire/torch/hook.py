@@ -557,8 +557,15 @@ class ThresholdState:
             is_first = not any(None in other.messages for other in self._jobs if other is not job)
             is_first &= self._stats.skipped_steps == 0
             level = logging.WARNING if is_first else logging.DEBUG
-            text = "step %d, bucket %d: %s; HookStats.skipped_steps counts further ones"
-            _LOG.log(level, text, job.step, job.index, refused)
+            _LOG.log(
+                level,
+                "step %d, bucket %d: %d elements of the gradient, or of its sum with the residual, are NaN or infinite, "
+                "so all ranks get NaN and residuals stay as they were: clip gradients, lower the learning rate, or use "
+                "GradScaler, which skips such steps; HookStats.skipped_steps counts further ones",
+                job.step,
+                job.index,
+                refused.count,
+            )
 
     def _finish_step(self) -> None:
         """Turn the gradients of all buckets into the average of the ranks' messages."""
