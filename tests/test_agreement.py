@@ -533,7 +533,7 @@ def test_equal_updates_of_the_workers_of_a_machine_are_found_once(
 
 def test_workers_whose_gradients_are_averaged_have_equal_updates_without_a_warning() -> None:
     agreement = Agreement(limits_norms=True)
-    agreement.workers_are_averaged = True
+    agreement.expect_averaged_workers()
     for step in range(12):
         agreement.measure(step, updates(0.9, 3, NUMEL, step)[:1] * 2)
         assert not agreement.has_found_equal_updates

@@ -186,8 +186,6 @@ class Agreement:
     Attributes:
         is_on: whether the factor is measured.
         limits_norms, outer_momentum: as given.
-        workers_are_averaged: whether the workers of this machine have averaged their gradients: that their updates are
-            equal then tells nothing.
     """
 
     def __init__(
@@ -196,7 +194,7 @@ class Agreement:
         self.is_on = False
         self.limits_norms = limits_norms
         self.outer_momentum = outer_momentum
-        self.workers_are_averaged = False
+        self._workers_are_averaged = False
         self._repeats = repeats
         self._median = 0.0  # of the members' norms; 0.0: unknown
         self._shortened = 0
@@ -222,6 +220,10 @@ class Agreement:
         """
         self.is_on = True
         self._momentum = momentum if self._repeats else 0.0
+
+    def expect_averaged_workers(self) -> None:
+        """Note that the workers of this machine average their gradients: that their updates are equal tells nothing."""
+        self._workers_are_averaged = True
 
     def set_pace(self, rate: float, momentum: float) -> None:
         """Note what the next update is proportional to, besides the gradients, and its momentum; schedules change both.
@@ -264,7 +266,7 @@ class Agreement:
         # An update that is not finite is refused, or sent without these elements: it says nothing about agreement.
         if not listed or not squares < _LARGEST:
             return
-        if not self.workers_are_averaged:
+        if not self._workers_are_averaged:
             self._count_equal("workers", listed, _ROUNDING)
         sketch = None
         # Where the optimiser was not called, as after an overflow, nothing is repeated either.

@@ -744,7 +744,8 @@ class TrainingMaker:
             is_alone = self._place.local_size == 1
             self._node = Node.from_env(per_machine=self._is_team or is_alone)
         exchange = Exchange(groups, self._node, **self._options)
-        exchange.agreement.workers_are_averaged = self._is_averaged
+        if self._is_averaged:
+            exchange.agreement.expect_averaged_workers()
         exchange.ignore(filter(None, self._finished))
         if self._checked.codec == "threshold":
             exchange.listeners.append(_TensorWatch(named, groups, exchange.difference_of))

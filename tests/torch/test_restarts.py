@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -54,8 +55,8 @@ print(f"rank {rank} ends with {state.view(torch.int32).sum().item()}", flush=Tru
 """
 
 
-def torchrun(tmp_path: Path, dies: str) -> list[str]:
-    """Return the checksums of the ranks at the end."""
+def torchrun(tmp_path: Path, dies: str, machines: int = 1) -> list[str]:
+    """Return the checksums of the ranks at the end; those of runs that were taken back are left out."""
     folder = tmp_path / f"dies-{dies.replace(' ', '-')}"
     folder.mkdir()
     script = folder / "train.py"
@@ -66,18 +67,42 @@ def torchrun(tmp_path: Path, dies: str) -> list[str]:
         "GRADWIRE_SECRET": bytes(range(32)).hex(),
         "OMP_NUM_THREADS": "1",
     }
-    options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "2"]
+    options = ["--nproc-per-node", "2", "--max-restarts", "2"]
+    if machines == 1:
+        options += ["--standalone"]
+    else:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            endpoint = f"127.0.0.1:{server.getsockname()[1]}"
+        options += ["--nnodes", str(machines), "--rdzv-backend", "c10d", "--rdzv-id", "run"]
+        options += ["--rdzv-endpoint", endpoint]
     command = [sys.executable, "-m", "torch.distributed.run", *options, str(script), str(folder)]
-    done = subprocess.run(
-        [*command, dies], env=environment, text=True, capture_output=True, timeout=240
-    )
-    sums = re.findall(r"rank \d ends with (-?\d+)", done.stdout)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert len(sums) == 2, done.stdout + done.stderr
-    return sums
+    agents = [
+        subprocess.Popen(
+            [*command, dies],
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for _ in range(machines)
+    ]
+    try:
+        outputs = [agent.communicate(timeout=240)[0] for agent in agents]
+    finally:
+        for agent in agents:
+            agent.terminate()  # and with it its ranks
+    assert not any(agent.returncode for agent in agents), outputs
+    sums = dict(re.findall(r"rank (\d) ends with (-?\d+)", "".join(outputs)))
+    assert len(sums) == 2 * machines, outputs
+    return list(sums.values())
 
 
 def test_a_local_rank_that_is_killed_changes_no_bit(tmp_path: Path) -> None:
     [whole, *others] = [torchrun(tmp_path, dies) for dies in ("nobody", "1 47", "0 33")]
     assert whole[0] == whole[1]
     assert others == [whole, whole]
+
+
+def test_a_machine_that_torchrun_starts_again_takes_the_others_back_with_it(tmp_path: Path) -> None:
+    whole, restarted = (torchrun(tmp_path, dies, machines=2) for dies in ("nobody", "3 47"))
+    assert len({*whole, *restarted}) == 1

@@ -559,8 +559,8 @@ class ThresholdState:
             level = logging.WARNING if is_first else logging.DEBUG
             _LOG.log(
                 level,
-                "step %d, bucket %d: %d elements of the gradient, or of its sum with the residual, are NaN or infinite, "
-                "so all ranks get NaN and residuals stay as they were: clip gradients, lower the learning rate, or use "
+                "step %d, bucket %d: %d elements of the gradient, or its sum with the residual, are NaN or infinite: "
+                "all ranks get NaN and residuals stay as they were: clip gradients, lower the learning rate, or use "
                 "GradScaler, which skips such steps; HookStats.skipped_steps counts further ones",
                 job.step,
                 job.index,
