@@ -103,7 +103,9 @@ def test_an_address_of_another_machine_is_refused_with_those_of_this_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("GRADWIRE_IP", "203.0.113.9")
-    with pytest.raises(OSError, match=r"203\.0\.113\.9:0: .*this machine has .*127\.0\.0\.1"):
+    with pytest.raises(
+        OSError, match=r"203\.0\.113\.9:0: .*this machine has .*127\.0\.0\.1.*GRADWIRE_IP"
+    ):
         Node("0.0.0.0:0", secret=bytes(range(32)))
 
 

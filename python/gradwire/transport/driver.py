@@ -53,8 +53,9 @@ class Driver:
             self._socket.bind(bind)
         except OSError as error:
             self._socket.close()
-            hints = {errno.EADDRNOTAVAIL: f"; this machine has {', '.join(local_addresses())}"}
-            hints[errno.EADDRINUSE] = "; end the program that has it, or give another port (0: any)"
+            here = f"; this machine has {', '.join(local_addresses())}: change bind or GRADWIRE_IP"
+            free = "; end the program that has it, or give another port (0: any)"
+            hints = {errno.EADDRNOTAVAIL: here, errno.EADDRINUSE: free}
             message = f"cannot bind UDP {format_address(bind)}: {error.strerror}"
             raise OSError(error.errno, message + hints.get(error.errno or 0, "")) from error
         self._alarm, self._bell = socket.socketpair()  # readable once `wake` was called
