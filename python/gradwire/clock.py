@@ -18,6 +18,7 @@ __all__ = [
     "ROOM_POLL_S",
     "LogLimit",
     "Wait",
+    "bounded_s",
     "now_s",
     "of_bytes",
     "repeat",
@@ -48,6 +49,11 @@ _LOG_ENTRIES_MAX = 1_024
 now_s = time.perf_counter
 
 sleep = time.sleep
+
+
+def bounded_s(timeout_s: float | None) -> float:
+    """Return how long a thread is told to wait: it refuses infinity, which means "for ever", as None does."""
+    return threading.TIMEOUT_MAX if timeout_s is None else min(timeout_s, threading.TIMEOUT_MAX)
 
 
 def repeat(work: Callable[[], float | None]) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 __all__ = [
+    "PORT_LAST",
     "Placement",
     "await_names",
     "format_address",
@@ -31,7 +32,7 @@ SECRETS = ("GRADWIRE_SECRET", "GRADWIRE_SECRET_FILE")
 # to sockets that ask for any: another program, or another rank of the run, might have taken rank 0's.
 _PORT_FIRST = 20_000
 _PORTS = 12_000
-_PORT_LAST = 65_535
+PORT_LAST = 65_535
 
 # Longest wait for a name, and the pause between two questions.
 _NAME_WAIT_S = 600.0
@@ -243,7 +244,7 @@ def parse_address(text: str) -> tuple[str, int]:
         host = host[1:-1]
     elif ":" in host:
         raise ValueError(f"address {text!r}: write an IPv6 address as [host]:port")
-    if not separator or not port.isdecimal() or int(port) > _PORT_LAST:
+    if not separator or not port.isdecimal() or int(port) > PORT_LAST:
         raise ValueError(f"address {text!r} is not of the form host:port, with a port up to 65535")
     return host, int(port)
 
@@ -481,9 +482,9 @@ def _seed(variables: Mapping[str, str]) -> str:
             "scheme or port: the port goes into MASTER_PORT"
         )
     port = _number(variables, "MASTER_PORT")
-    if port > _PORT_LAST:
+    if port > PORT_LAST:
         raise ValueError(
-            f"the environment variable MASTER_PORT is {port}, must be a port, up to {_PORT_LAST}"
+            f"the environment variable MASTER_PORT is {port}, must be a port, up to {PORT_LAST}"
         )
     return format_address((host, port))
 

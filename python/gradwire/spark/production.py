@@ -188,9 +188,7 @@ class Production:
         Raises:
             FeedFailed: batches are lost.
         """
-        # A thread's wait refuses infinity.
-        longest_s = threading.TIMEOUT_MAX if timeout_s is None else timeout_s
-        has_ended = self._ended.wait(min(longest_s, threading.TIMEOUT_MAX))
+        has_ended = self._ended.wait(clock.bounded_s(timeout_s))
         if self.lost and isinstance(self.error, FeedFailed):
             raise self.error
         return has_ended

@@ -11,6 +11,7 @@ from ..codec import Encoder
 from ..exchange.options import ExchangeOptions, Options, training_defaults
 from ..policy import ResidualClip, ShakeUp, whole
 from ..state import check_flag, check_seconds
+from .placement import PORT_MAX
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -171,8 +172,8 @@ class ParameterAveraging:
 def _checked_port(port: int, network_mask: str | None) -> int:
     """Return a port as an int, if both it and the mask of the network can be used."""
     port = whole("port", port, least=0)
-    if port > 65_535:
-        raise ValueError(f"port is {port}, must be 0 to 65535")
+    if port > PORT_MAX:
+        raise ValueError(f"port is {port}, must be 0 to {PORT_MAX}")
     if network_mask is not None:
         if not isinstance(network_mask, str):
             raise TypeError(f"network_mask is {network_mask!r}, must be a text such as 10.1.1.0/24")

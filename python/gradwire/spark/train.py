@@ -19,7 +19,7 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
-from ..clock import now_s
+from ..clock import bounded_s, now_s
 from ..codec import Encoder
 from ..errors import Closed, GradwireError, Mismatch, PeerLost
 from ..exchange import AnyExchange, Exchange, ExchangeStats, Groups, LocalTeam
@@ -290,8 +290,7 @@ def gather(context: Any, timeout_s: float | None, value: Any = None, **error: bo
 
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
-    # A thread cannot be waited for without end by a number: infinity is "for ever", too.
-    thread.join(None if timeout_s is None else min(timeout_s, threading.TIMEOUT_MAX))
+    thread.join(bounded_s(timeout_s))
     if not texts and not thread.is_alive():
         raise StageEnded("Spark has ended the stage") from failures[0]
     if not texts:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..rendezvous import parse_address, placement
+from ..rendezvous import PORT_LAST, parse_address, placement
 from ..transport import parse_secret
 from .share import check_kinds, share
 
@@ -48,7 +48,6 @@ __all__ = [
 KINDS = ("all-reduce", "other seeds", "gradwire")
 STEPS_MIN = 20
 PORT_VARIABLE = "GRADWIRE_COMPARE_PORT"
-_PORT_LAST = 65_535
 _WARM_UP = 3  # steps whose times do not count
 _TIMED_ON_LINK = 20  # of all-reduce, whose losses do not depend on the link, and whose later steps go without its limit
 _BUCKET_BYTES = 25 << 20  # as DistributedDataParallel's
@@ -101,8 +100,8 @@ class Place:
             )
         host, port = parse_address(place.seed)
         text = os.environ.get(PORT_VARIABLE) or str(port + 1)
-        if not text.isdecimal() or not 0 < int(text) <= _PORT_LAST:
-            raise ValueError(f"{PORT_VARIABLE} is {text!r}, must be a port from 1 to {_PORT_LAST}")
+        if not text.isdecimal() or not 0 < int(text) <= PORT_LAST:
+            raise ValueError(f"{PORT_VARIABLE} is {text!r}, must be a port from 1 to {PORT_LAST}")
         return cls(place.rank, place.size, host, int(text))
 
     def open_store(self) -> dist.Store:

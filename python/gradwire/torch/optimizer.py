@@ -606,7 +606,7 @@ class SharedOptimizer(
             return  # the step refuses that
         values = [staging.written().cpu().numpy() for staging in self._params]
         fetch_moved(self._params)
-        self.exchange.note_written(self._memory[0], values)
+        self.exchange.note_written(self._arrays(), values)
         store(self._params)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -908,12 +908,12 @@ class SharedOptimizer(
     @property
     def _memory(self) -> tuple[list[Any], SharedState]:
         """The codec's memory of the parameters, and what other nodes may need besides."""
-        # As arrays where it is in host memory: the exchange would view every tensor several times in a step.
-        return writable_views([staging.memory for staging in self._params]), self._state
+        return self._arrays(), self._state
 
     def _arrays(self) -> list[Any]:
         """Return the codec's memory as arrays where it is in host memory."""
-        return self._memory[0]
+        # Once in a step: the exchange would view every tensor several times.
+        return writable_views([staging.memory for staging in self._params])
 
     def _values(self) -> Values:
         """Return copies of the codec's memory, and of parameters in half precision: local steps move only those."""

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
-from .. import rendezvous
+from .. import clock, rendezvous
 from ..clock import repeat
 from ..errors import Closed, NotCopied, TransportError, is_failure
 from . import addressing
@@ -397,7 +397,7 @@ class Node(NotCopied, instead="make a node in every process that has one"):
             return is_done()
         self._awaited.append(is_done)
         try:
-            longest_s = min(timeout_s, threading.TIMEOUT_MAX)
+            longest_s = clock.bounded_s(timeout_s)
             self._changed.wait_for(lambda: self._is_closed or self._failure or is_done(), longest_s)
         finally:
             self._awaited.remove(is_done)
