@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 
 import pytest
 
@@ -83,6 +84,18 @@ def test_a_wildcard_shows_the_address_on_the_route_to_the_first_peer() -> None:
     assert addressing.local_address(("0.0.0.0", 5), []) == ("127.0.0.1", 5)
     assert addressing.local_address(("::", 5), []) == ("::1", 5)
     assert addressing.local_address(("10.0.0.1", 5), ["127.0.0.1:9"]) == ("10.0.0.1", 5)
+
+
+def test_a_node_without_peers_shows_the_address_on_the_default_route(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def look_up(bound: addressing.Address, peers: Sequence[str]) -> addressing.Address:
+        assert list(peers) == ["192.0.2.1:9", "[2001:db8::1]:9"]  # on no machine's network
+        return "10.1.1.7", bound[1]
+
+    monkeypatch.setattr(addressing, "local_address", look_up)
+    with Node("0.0.0.0:0", secret=bytes(range(32))) as node:
+        assert node.address == f"10.1.1.7:{node._driver.address[1]}"
 
 
 def test_names_are_resolved_in_the_family_of_the_socket(monkeypatch: pytest.MonkeyPatch) -> None:

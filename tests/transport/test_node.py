@@ -270,6 +270,14 @@ def test_wait_for_peers_reports_how_many_are_missing() -> None:
         node.wait_for_peers(2, timeout_s=0.05)
 
 
+def test_a_node_that_is_to_be_found_says_that_no_datagram_has_come() -> None:
+    with (
+        Node("127.0.0.1:0", secret=SECRET) as node,
+        pytest.raises(TimeoutError, match="no datagram has come: do firewall and router let UDP"),
+    ):
+        node.wait_for_peers(1, timeout_s=0.05)
+
+
 def test_wait_for_peers_ends_when_another_condition_is_met(pair: tuple[Node, Node]) -> None:
     one, two = pair
     two.publish(b"x")

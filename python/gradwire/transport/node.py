@@ -19,7 +19,7 @@ from .. import clock, rendezvous
 from ..clock import repeat
 from ..errors import Closed, NotCopied, TransportError, is_failure
 from . import addressing
-from .addressing import format_address, parse_address, resolve_all
+from .addressing import format_address, is_served_by, parse_address, resolve_all
 from .driver import Driver, now_s
 from .endpoint import Endpoint
 from .handshake import LocalNode
@@ -121,7 +121,7 @@ class Node(NotCopied, instead="make a node in every process that has one"):
             addressing.parse_numeric(advertised, chosen)  # as every peer will
         self._driver = Driver(chosen, offload=offload)
         first = [format_address(addresses[0]) for addresses in seeds.values()]
-        shown = addressing.local_address(self._driver.address, first)
+        shown = addressing.local_address(self._driver.address, first or addressing.ANYWHERE)
         self.address = advertised or format_address(shown)
         local = LocalNode(
             key,
@@ -184,8 +184,7 @@ class Node(NotCopied, instead="make a node in every process that has one"):
         return f"<gradwire.Node {self.names.get(self.id, f'{self.id:016x}')} at {self.address}, {state}>"
 
     def _connect(self, name: str, addresses: list[Address]) -> None:
-        bound = self._driver.address
-        others = [each for each in addresses if not addressing.is_served_by(each, bound)]
+        others = [each for each in addresses if not is_served_by(each, self._driver.address)]
         others = [each for each in others if format_address(each) != self.address]
         if others and parse_address(name)[0] != others[0][0]:
             if not self._named:
@@ -270,11 +269,11 @@ class Node(NotCopied, instead="make a node in every process that has one"):
             names = ", ".join(map(format_address, unanswered))
             text += f"; no answer from {names}: is a node running there, of this version, with {self._secret_name}, "
             text += "and does the firewall pass UDP?"
-        rejected = self._endpoint.local.rejected
-        if rejected.last is not None:
-            last = format_address(rejected.last)
-            text += f"; {rejected.count} INIT datagrams were not answered, the last from {last}: {rejected.reason}"
-            text += f"; this node has {self._secret_name}"
+        elif not self._endpoint.counters.datagrams_received:
+            text += "; no datagram has come: do firewall and router let UDP in at this port?"
+        if (rejected := self._endpoint.local.rejected).last is not None:
+            text += f"; {rejected.count} INIT datagrams were not answered, the last from "
+            text += f"{format_address(rejected.last)}: {rejected.reason}; this node has {self._secret_name}"
         return text
 
     def events(self) -> list[Event]:
