@@ -310,11 +310,12 @@ class SharedArrays(NotCopied, instead="save its state_dict()"):
         parameters.
 
         Args:
-            update: addition to the parameters, such as -learning_rate * gradient; arrays of the parameters' shapes,
-                float32, float64 or float16, where the parameters are; not modified.
+            update: addition to the parameters, such as -learning_rate * gradient; arrays of the parameters' shapes, or
+                flat, where the parameters are; float16, float32, or float64 if the parameters are; not modified.
 
         Raises:
-            ValueError: an array has another shape than the parameters', and is not flat.
+            ValueError: an array has another shape.
+            TypeError: an array has another dtype: float64 for parameters of float32 would be rounded.
             NonFiniteUpdate, WouldBlock, TimeoutError, MessageError, PeerLost, Mismatch, Diverged, Closed: as
                 ``Exchange.join`` and ``Exchange.step``.
         """
