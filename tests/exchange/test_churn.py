@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 import gradwire as gw
+from gradwire.exchange.protocol import NodeRun, run_of
 
 from ..seeds import seeds
 from .cluster import Cluster, FakeNode, cluster
 from .test_membership import NUMEL, START, THRESHOLD, drop, update
+from .test_membership import Trainer as Member
 
 IDS = (10, 20, 30, 40)
 WAYS: dict[str, dict[str, Any]] = {
@@ -182,3 +184,32 @@ def test_nobody_ends_or_begins_again_and_all_replicas_are_the_same(way: str, see
     shared = [each.share.shared(each.params)[0] for each in last]
     assert len({array.tobytes() for array in shared}) == 1, [array - shared[0] for array in shared]
     assert np.isfinite(shared[0]).all()
+
+
+@pytest.mark.parametrize("way", ["mesh", "sharded", "async"])
+def test_nodes_that_have_gone_leave_no_reports_of_each_other_behind(way: str) -> None:
+    # Each would keep one on all before it: memory that grows as the square of the nodes that came and went.
+    with cluster(1) as world:
+        options = {**WAYS[way], "min_peers": 1, "on_straggler": "wait"}
+        stable = [Member(world, node_id, 1_000_000, **options) for node_id in (10, 20)]
+        share = stable[0].share
+        gone: list[NodeRun] = []
+        before: list[Member] = []
+        for life in range(8):
+            newcomer = Member(world, 100 + life, 1_000_000, **options)
+            count = 2 + len(before)
+            world.run(until=lambda: len(share.members) >= count and len(newcomer.results) > 1)  # noqa: B023
+            before.append(newcomer)
+            if len(before) > 1:
+                oldest = before.pop(0)
+                gone.append(run_of(oldest.node.peer))
+                if life % 2:
+                    world.kill(oldest.node)
+                else:
+                    oldest.leaves_after = 0
+                end = share.next_step + 10
+                world.run(until=lambda: all(each.share.next_step > end for each in stable))  # noqa: B023
+        for each in stable:
+            reports = each.share._departure._reports
+            assert {run: reports[run] for run in gone if reports.get(run)} == {}
+            assert set(gone) <= each.share._membership.finals.keys()  # what they reported is known

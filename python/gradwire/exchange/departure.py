@@ -39,11 +39,8 @@ __all__ = ["Departure", "Trainings", "deliver"]
 
 _LOG = logging.getLogger(__name__)
 
-# Number of a report on nodes that have all said that they leave.
-_ALL_LEAVE = 1
-
-# How long a node that was to join sees no member before it goes on, or begins with new nodes.
-_WAIT_S = 2.0
+_ALL_LEAVE = 1  # number of a report on nodes that have all said that they leave
+_WAIT_S = 2.0  # how long a node that was to join sees no member before it goes on, or begins with new nodes
 
 # Refusals of a node's messages after which it is excluded, and the steps after which an earlier refusal does not count.
 _REFUSALS_MAX = 3
@@ -203,11 +200,8 @@ class Departure:
         alone, it would end with parameters of its own.
         """
         membership = self._membership
-        dropping = sorted(
-            run
-            for run in lost
-            if run not in membership.departing and self._introductions.has_dropped(run)
-        )
+        candidates = set(lost) - membership.departing.keys()
+        dropping = sorted(filter(self._introductions.has_dropped, candidates))
         if not dropping or membership.phase not in (Phase.IN, Phase.READY):
             return False
         self.rejoin(f"{self._introductions.describe(dropping)} {DROPPED}")
@@ -322,8 +316,6 @@ class Departure:
     def remove_departed(self) -> None:
         """Remove departed members once all their updates have been applied."""
         membership = self._membership
-        if not membership.finals:
-            return
         gone = [
             run
             for run, stream in membership.members.items()
@@ -332,6 +324,11 @@ class Departure:
         for run in gone:
             membership.remove_member(run)
         if gone:
+            # In a run of weeks many go, each with a report on all before it, of which the agreements say as much.
+            finals = membership.finals
+            for run in self._reports.keys() & finals.keys() - membership.members.keys():
+                report = self._reports[run]
+                self._reports[run] = {k: v for k, v in report.items() if v > finals.get(k, -1)}
             count = len(membership.members) + 1
             _LOG.warning("%s: %d nodes go on", self._introductions.describe_departed(gone), count)
             if not membership.members and membership.phase is Phase.READY:
