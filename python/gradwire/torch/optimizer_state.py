@@ -13,7 +13,7 @@ import torch
 from ..arrays import Arrays
 from ..errors import Mismatch
 from .judge import parameters_of
-from .staging import Staging, local_of, normal_tensors
+from .staging import Staging, bytes_of, local_of, normal_tensors
 
 __all__ = ["SharedState"]
 
@@ -216,7 +216,7 @@ def _put(tensor: torch.Tensor, param: torch.Tensor | None, arrays: Arrays) -> li
     local = local_of(tensor.detach())
     # The momentum of sparse gradients is sparse at first; torch adds to a dense one as well.
     local = local if local.layout is torch.strided else local.to_dense()
-    arrays.append(_bytes_of(local).cpu().numpy())
+    arrays.append(bytes_of(local).cpu().numpy())
     is_with_param = param is not None and local.device == param.device
     return [
         len(arrays),
@@ -225,11 +225,6 @@ def _put(tensor: torch.Tensor, param: torch.Tensor | None, arrays: Arrays) -> li
         is_with_param,
         hasattr(tensor, "to_local"),
     ]
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    plain = tensor.resolve_conj().resolve_neg()  # a view of such a kind has no bytes of its own
-    return plain.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _assign(tensor: torch.Tensor, values: torch.Tensor, name: str) -> None:
@@ -241,7 +236,7 @@ def _assign(tensor: torch.Tensor, values: torch.Tensor, name: str) -> None:
     local = local_of(tensor.detach())
     place = f"{name} of this node cannot hold the members' values, which differ from its own: "
     if local.layout is not torch.strided:
-        if torch.equal(_bytes_of(local.to_dense()), _bytes_of(values.to(local.device))):
+        if torch.equal(bytes_of(local.to_dense()), bytes_of(values.to(local.device))):
             return
         if local.layout is not torch.sparse_coo:
             raise Mismatch(f"{place}it is {local.layout}; make it dense, or equal on all nodes")
@@ -252,7 +247,7 @@ def _assign(tensor: torch.Tensor, values: torch.Tensor, name: str) -> None:
     for dim, (size, stride) in enumerate(zip(local.shape, local.stride(), strict=True)):
         if size > 1 and stride == 0:
             first = values.narrow(dim, 0, 1)
-            if not torch.equal(_bytes_of(first.expand_as(values)), _bytes_of(values)):
+            if not torch.equal(bytes_of(first.expand_as(values)), bytes_of(values)):
                 raise Mismatch(f"{place}expand() has made it; make it of its clone()")
             local, values = local.narrow(dim, 0, 1), first
     with torch.inference_mode(local.is_inference()):  # tensors from there change only there

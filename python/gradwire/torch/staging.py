@@ -16,6 +16,7 @@ from ..exchange.consistency import digest_of
 
 __all__ = [
     "Staging",
+    "bytes_of",
     "check_memory",
     "check_shards",
     "fetch_moved",
@@ -334,12 +335,20 @@ def snapshot(tensor: torch.Tensor) -> str | torch.Tensor:
     """Return a digest of a tensor's bits, for which no memory of its size is needed; or a copy on a device."""
     if tensor.device.type != "cpu":
         return tensor.clone()
-    return digest_of([tensor.contiguous().view(-1).view(torch.uint8).numpy()])
+    return digest_of([bytes_of(tensor).numpy()])
 
 
 def is_same(before: str | torch.Tensor, now: torch.Tensor) -> bool:
     """Return whether a tensor has the bits that `snapshot` returned."""
     return before == snapshot(now) if isinstance(before, str) else torch.equal(before, now)
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a dense tensor's elements as bytes, in its own memory where that is contiguous."""
+    plain = tensor.resolve_conj().resolve_neg()  # a view of such a kind has no bytes of its own
+    flat = plain.contiguous().reshape(-1)
+    # NumPy gives empty arrays strides of zero, with which torch views nothing as bytes.
+    return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
 
 
 def sums_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
