@@ -19,6 +19,8 @@ from torch.distributed.tensor import parallel  # noqa: E402
 import gradwire as gw  # noqa: E402
 import gradwire.torch  # noqa: E402
 from gradwire.torch import SharedOptimizer  # noqa: E402
+from gradwire.torch.optimizer_state import SharedState  # noqa: E402
+from gradwire.torch.staging import Staging  # noqa: E402
 
 from .ranks import Ranks  # noqa: E402
 
@@ -105,6 +107,27 @@ def test_one_distributed_checkpoint_has_every_rank_s_shard_and_residual(
 ) -> None:
     for straight, again in two_ranks.run(resume_from_a_distributed_checkpoint, str(tmp_path)):
         assert all(map(torch.equal, straight, again))
+
+
+def state_of_uneven_shards(rank: int) -> Any:
+    net = sharded_model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    train(net, optimizer, rank)
+    stagings = [Staging(param) for param in net.parameters()]
+    state = SharedState(optimizer, stagings, lambda: ({}, {}))
+    before = [optimizer.state[param]["exp_avg"].full_tensor() for param in net.parameters()]
+    state.load(state.export())
+    after = [optimizer.state[param]["exp_avg"] for param in net.parameters()]
+    for moment, param in zip(after, net.parameters(), strict=True):
+        assert (moment.shape, moment.stride()) == (param.shape, param.stride())
+    again = [each.full_tensor() for each in after]
+    train(net, optimizer, rank)
+    return before, again
+
+
+def test_uneven_shards_of_an_optimiser_s_state_are_taken_over(two_ranks: Ranks) -> None:
+    for before, again in two_ranks.run(state_of_uneven_shards):
+        assert all(map(torch.equal, before, again))
 
 
 def refusal_of_tensor_parallelism(_: int) -> str:

@@ -207,7 +207,10 @@ def _loaded(value: Any, param: Any, arrays: Arrays) -> Any:
         from torch.distributed.tensor import DTensor
 
         sharded: Any = param
-        return DTensor.from_local(tensor, sharded.device_mesh, sharded.placements)
+        # Shards may be uneven, so torch cannot tell the whole tensor's shape from this one.
+        is_alike = tensor.shape == local_of(param).shape
+        layout = {"shape": param.shape, "stride": param.stride()} if is_alike else {}
+        return DTensor.from_local(tensor, sharded.device_mesh, sharded.placements, **layout)
     return tensor
 
 
