@@ -130,6 +130,43 @@ def test_uneven_shards_of_an_optimiser_s_state_are_taken_over(two_ranks: Ranks) 
         assert all(map(torch.equal, before, again))
 
 
+def evaluations(rank: int) -> Any:
+    batch = torch.ones(4, 9)
+    net = sharded_model()
+    params = list(net.parameters())
+    plain = torch.nn.Sequential(torch.nn.Linear(9, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
+    outputs = []
+
+    @torch.no_grad()
+    def evaluate() -> None:
+        for own, param in zip(plain.parameters(), params, strict=True):
+            own.copy_(param.full_tensor())
+        outputs.append((net(batch), plain(batch)))
+        net.reshard()
+
+    with gw.Node("127.0.0.1:0", secret=SECRET) as node:
+        encoder = gw.Encoder(sum(param.to_local().numel() for param in params))
+        exchange = gw.Exchange(encoder, node, min_peers=0, apply_residual=True)
+        optimizer = SharedOptimizer(torch.optim.AdamW(params, lr=0.1), exchange)
+        train(net, optimizer, rank)
+        evaluate()
+        with optimizer.shared_parameters():
+            evaluate()
+        optimizer.close()
+        evaluate()
+    return outputs
+
+
+def test_an_evaluation_that_ends_with_reshard_leaves_no_stale_parameters(two_ranks: Ranks) -> None:
+    # Without, FSDP2's root keeps whole parameters until the next backward pass.
+    for outputs in two_ranks.run(evaluations):
+        for sharded, plain in outputs:
+            torch.testing.assert_close(sharded, plain)
+        (own, _), (shared, _), (closed, _) = outputs
+        assert not torch.equal(own, shared)
+        assert torch.equal(shared, closed)
+
+
 def refusal_of_tensor_parallelism(_: int) -> str:
     net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 4), torch.nn.LayerNorm(4))
     plan = {"0": parallel.ColwiseParallel(), "1": parallel.RowwiseParallel()}
