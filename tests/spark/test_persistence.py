@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -250,6 +251,29 @@ def test_tensors_of_every_kind_come_back_bit_for_bit(tmp_path: Path) -> None:
 def test_what_is_no_number_is_not_saved(tmp_path: Path, value: Any) -> None:
     with pytest.raises(ValueError, match="'extra'"):
         make_model(lambda: torch.nn.Linear(4, 3), extra=value).save(f"{tmp_path}/model")
+
+
+@pytest.mark.usefixtures("session")
+def test_what_cannot_be_saved_does_not_cost_what_it_would_overwrite(
+    tmp_path: Path, traced: Traced
+) -> None:
+    from gradwire.spark import TorchEstimator, TorchModel
+
+    path = f"{tmp_path}/model"
+    model = make_model(traced)
+    model.save(path)
+    without_code = TorchModel.load(path)
+    with_nan = make_model(traced, extra=torch.tensor([math.nan]))
+    lock = threading.Lock()
+    with_lock = TorchEstimator(model=lambda: lock)
+    for other, error in (
+        (without_code, ValueError),
+        (with_nan, ValueError),
+        (with_lock, TypeError),
+    ):
+        with pytest.raises(error):
+            other.write().overwrite().save(path)
+        assert TorchModel.load(path).state == model.state
 
 
 @pytest.fixture(scope="module")

@@ -137,27 +137,35 @@ class _Writer(MLWriter):
         super().__init__()
         self._instance = instance
 
-    def saveImpl(self, path: str) -> None:  # noqa: N802  (Spark's name)
+    def save(self, path: str) -> None:
+        """Write the files; what cannot be saved is an error before `overwrite` removes those of an earlier save."""
         instance = self._instance
-        spark = self.sparkSession
         instance.check_code()
-        plain: dict[str, Any] = {}
+        self._plain: dict[str, Any] = {}
         code: dict[str, Any] = {}
         for param, value in instance._paramMap.items():
             try:
-                plain[param.name] = _to_json(value)
+                self._plain[param.name] = _to_json(value)
             except TypeError:
                 code[param.name] = value
-        tensors = _tensor_rows(unpack(instance.state)) if hasattr(instance, "state") else None
-        extra = {"format": _FORMAT, "code": sorted(code), "attached": instance.attachments()}
+        self._extra = {"format": _FORMAT, "code": sorted(code), "attached": instance.attachments()}
+        self._code = list(enumerate(pieces_of(cloudpickle.dumps(code)))) if code else []
+        self._tensors = _tensor_rows(unpack(instance.state)) if hasattr(instance, "state") else None
+        super().save(path)
+
+    def saveImpl(self, path: str) -> None:  # noqa: N802  (Spark's name)
+        spark = self.sparkSession
         DefaultParamsWriter.saveMetadata(
-            instance, path, spark, extraMetadata={"gradwire": extra}, paramMap=plain
+            self._instance,
+            path,
+            spark,
+            extraMetadata={"gradwire": self._extra},
+            paramMap=self._plain,
         )
-        if tensors is not None:
-            spark.createDataFrame(tensors, _TENSORS).write.parquet(f"{path}/tensors")
-        if code:
-            rows = list(enumerate(pieces_of(cloudpickle.dumps(code))))
-            spark.createDataFrame(rows, _CODE).write.parquet(f"{path}/code")
+        if self._tensors is not None:
+            spark.createDataFrame(self._tensors, _TENSORS).write.parquet(f"{path}/tensors")
+        if self._code:
+            spark.createDataFrame(self._code, _CODE).write.parquet(f"{path}/code")
 
 
 class _Reader(MLReader[Any]):
