@@ -49,6 +49,7 @@ from gradwire.spark.train import (  # noqa: E402
     is_over,
     pack,
 )
+from gradwire.spark.train import train as train_worker  # noqa: E402
 
 STEPS = 4
 RATE = 0.125
@@ -688,3 +689,23 @@ def test_what_the_model_raises_is_told_with_its_type() -> None:
 
     with pytest.raises(gw.GradwireError, match=r"^model or loss failed with .*: KeyError: 'mask'$"):
         work_alone(replace(local_job(), model=lambda: Model(1, 1)), rows_of(4))
+
+
+def test_a_model_that_exits_is_an_error_that_every_attempt_would_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where the module's file reads the command line; a raised exit would look like a process that was killed."""
+    pyspark = pytest.importorskip("pyspark", reason="pyspark is not installed")
+
+    class Attempt(Stage):
+        def taskAttemptId(self) -> int:  # noqa: N802
+            return 0
+
+    def model() -> Any:
+        raise SystemExit("--data is missing")
+
+    monkeypatch.setattr(pyspark.BarrierTaskContext, "get", lambda: Attempt(0))
+    [batch] = train_worker(replace(local_job(), model=model), iter([rows_of(4)]))
+    [row] = batch.to_pylist()
+    assert (row["worker"], row["kind"]) == (0, "error")
+    assert row["data"].startswith(b"SystemExit: --data is missing (on 127.0.0.1)\n")

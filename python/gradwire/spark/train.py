@@ -845,7 +845,7 @@ def train(job: TrainingJob, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Re
                 raise PeerLost("another worker failed") from None
         except StageEnded:
             raise  # Spark knows why
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # code of the user's may exit, as argparse does
             text = f"{one_line(error)} (on {hosts_of(context)[rank]})"
             trace = "".join(traceback.format_exception(error))[-8000:]
             is_final = not isinstance(error, TRANSIENT)
