@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import gradwire as gw
@@ -35,6 +36,7 @@ from gradwire.spark.rounds import (  # noqa: E402
     _load,
     _rest_of,
     _State,
+    _sum,
     _trainer,
     _values_of,
 )
@@ -330,6 +332,18 @@ def test_a_function_that_returns_something_else_is_named(name: str, kind: str) -
     text = rf"{name}\(...\) has returned None, must return a torch {kind}"
     with pytest.raises(TypeError, match=text):
         ModelReplica(job)
+
+
+@pytest.mark.parametrize("kind", ["binary", "large_binary"])
+def test_a_mean_has_the_types_of_its_parts(kind: str) -> None:
+    """Spark compares them, and has large types with spark.sql.execution.arrow.useLargeVarTypes."""
+    import pyarrow as pa
+
+    schema = pa.schema({"chunk": pa.int64(), "data": getattr(pa, kind)()})
+    parts = [np.float32([1.0, 2.0]).tobytes(), np.float32([3.0, 4.0]).tobytes()]
+    mean = _sum(pa.table({"chunk": [7, 7], "data": parts}, schema))
+    assert mean.schema == schema
+    assert mean.to_pylist() == [{"chunk": 7, "data": np.float32([2.0, 3.0]).tobytes()}]
 
 
 class Stage:

@@ -330,4 +330,5 @@ def _sum(table: pa.Table) -> pa.Table:
         return table.slice(0, 1)
     values = [np.frombuffer(data.as_buffer(), np.float32) for data in table["data"]]
     mean = np.mean(values, axis=0, dtype=np.float64).astype(np.float32)
-    return pa.table({"chunk": [chunk], "data": [mean.tobytes()]})
+    # Spark refuses other types than it has given: with arrow.useLargeVarTypes the data is a large_binary.
+    return pa.table({"chunk": [chunk], "data": [mean.tobytes()]}, table.schema)
