@@ -426,3 +426,15 @@ def test_many_groups_with_rates_of_their_own_are_numbered_in_little_time() -> No
     numbers = group_numbers(optimizer, [*params, torch.zeros(1)])
     assert time.process_time() - begin_s < 1.0  # not if each were compared with all others
     assert numbers == [index // 4 % 4000 for index in range(20_000)] + [-1]
+
+
+def test_a_compiled_step_has_the_factor_and_leaves_the_rates() -> None:
+    """As some recipes compile it, before it is shared: then the compiled step calls the factor's hooks."""
+    nets = [model(), model()]
+    for net, compiles in zip(nets, (False, True), strict=True):
+        inner = torch.optim.Adam(net.parameters(), lr=0.003)
+        if compiles:
+            inner.step = torch.compile(inner.step, backend="eager")
+        train(net, share(net, inner, update_scale=1.5), 0, range(4))
+        assert inner.param_groups[0]["lr"] == 0.003
+    torch.testing.assert_close(flat(nets[0]), flat(nets[1]), rtol=1e-4, atol=1e-6)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 
 __all__ = [
     "Judgement",
@@ -482,6 +483,8 @@ class _RateScaling:
         self._depth = 0
         self._before: list[tuple[dict[str, Any], Any, Any, Any]] = []
 
+    # A compiled step calls the hooks, too. Traced, rates are copies, of which none is the one that was set.
+    @_disable_dynamo  # type: ignore[untyped-decorator]
     def begin(self, *_: Any) -> None:
         """Multiply learning rates and weight decay."""
         self._depth += 1
@@ -496,6 +499,7 @@ class _RateScaling:
                 group["weight_decay"] = decay * decay_ratio
             self._before.append((group, rate, scaled, decay))
 
+    @_disable_dynamo  # type: ignore[untyped-decorator]
     def end(self, *_: Any) -> None:
         """Revert that, after as many calls as of ``begin``."""
         self._depth -= 1
