@@ -206,6 +206,42 @@ def test_swapping_weights_for_an_evaluation_changes_nothing() -> None:
         assert torch.equal(plain, swapped)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "options", [{}, {"topology": "sharded"}, {"every": 4}, {"apply_residual": False}], ids=str
+)
+def test_a_loop_that_restores_the_shared_weights_before_every_step_trains(
+    pair: list[gw.Node], dtype: Any, options: Any
+) -> None:
+    """Meta-learning does so after its inner loop, and an evaluation with averaged weights."""
+    start = weights_of(model_of(dtype))
+
+    def work(rank: int) -> Any:
+        model = model_of(dtype)
+        optimizer = gradwire.torch.share(
+            model, torch.optim.SGD(model.parameters(), lr=1.0), node=pair[rank], **options
+        )
+        generator = torch.Generator().manual_seed(rank)
+        for _ in range(STEPS):
+            before = copy.deepcopy(model.state_dict())
+            inner = torch.optim.SGD(model.parameters(), lr=0.5)
+            inner.zero_grad()
+            inputs = torch.randn(8, 12, generator=generator).to(dtype)
+            model(inputs).square().mean().backward()
+            inner.step()
+            after = [param.detach().clone() for param in model.parameters()]
+            load(model, before)
+            for param, weights in zip(model.parameters(), after, strict=True):
+                param.grad = param.detach() - weights
+            optimizer.step()
+        return shared_of(optimizer)
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(work, range(2))
+    assert torch.equal(first, second)
+    assert (first - start).norm() > 0.6
+
+
 @pytest.mark.parametrize("ranks", [(0, 1), (1,)], ids=["all", "one"])
 def test_the_workers_of_a_machine_write_weights(ranks: tuple[int, ...]) -> None:
     best = {name: 1.0 - value for name, value in model_of(torch.float32).state_dict().items()}

@@ -433,7 +433,7 @@ class SharedCopy:
 
         Args:
             params: the caller's, with what was added to the values since.
-            values: as the caller has written them.
+            values: as the caller has written them. The shared ones need no agreement, which drops a step's messages.
             digest: see `Written`.
         """
         targets = writable_views(params)
@@ -443,7 +443,8 @@ class SharedCopy:
             is_equal = all(_equal(targets, values))
             offset = [] if is_equal else difference(list(map(on_host, targets)), values)
             states = [encoder.state_dict() for encoder in self.groups.encoders]
-            self.written = Written(values, digest, offset, states)
+            written = Written(values, digest, offset, states)
+            self.written = None if is_equal and all(_equal(values, self.shared)) else written
             return
         # As the shared parameters of all nodes, so that the next update holds only what follows.
         before = self.written.shared if self.written else copies(self.shared)
@@ -554,8 +555,7 @@ class SharedCopy:
             return
         for param, shared, residual in self._parts(params):
             moved = param - shared
-            if weight != 1.0:
-                moved *= weight
+            moved *= weight
             # A value that is not finite would stay in the residual for ever.
             np.add(residual, moved, out=residual, where=np.isfinite(moved), casting="same_kind")
 

@@ -604,8 +604,14 @@ class SharedOptimizer(
             return
         if not all(staging.has_constants for staging in self._params):
             return  # the step refuses that
-        values = [staging.written().cpu().numpy() for staging in self._params]
+        values = [staging.written() for staging in self._params]
         fetch_moved(self._params)
+        if any(staging.is_rounded for staging in self._params):
+            for staging, value, shared in zip(
+                self._params, values, self.exchange.shared(self._arrays()), strict=True
+            ):
+                staging.restore_rounded(value, torch.from_numpy(shared))
+        values = [value.cpu().numpy() for value in values]
         self.exchange.note_written(self._arrays(), values)
         store(self._params)
 

@@ -245,6 +245,18 @@ class Staging:
             values[self.constants.isinf()] = 0.0
         return values
 
+    def restore_rounded(self, values: torch.Tensor, shared: torch.Tensor) -> None:
+        """Restore the bits that half precision has rounded off, if the shared parameters were written into the tensor.
+
+        Args:
+            values: as ``written`` returned them; overwritten like the memory.
+            shared: parameters like the memory, without infinite elements.
+        """
+        shared = shared.to(values.device)
+        if self.is_rounded and torch.equal(shared.to(self.tensor).to(values), values):
+            values.copy_(shared)
+            self.memory.copy_(shared)
+
     @property
     def has_constants(self) -> bool:
         """Whether the infinite elements, if there are any, are what they were."""
