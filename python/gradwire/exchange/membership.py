@@ -530,9 +530,9 @@ class Membership:
     # ---- positions ---------------------------------------------------------------------------------------------------
 
     @property
-    def slowest(self) -> int | None:
-        """Number of the next update of the slowest member; None without members."""
-        return min((self.members[run].next_missing for run in self.peers), default=None)
+    def slowest(self) -> tuple[int, NodeRun] | None:
+        """Number of the next update of the slowest member, and that member; None without members."""
+        return min(((self.members[run].next_missing, run) for run in self.peers), default=None)
 
     @property
     def positions(self) -> dict[NodeRun, int]:

@@ -114,7 +114,7 @@ class Meter:
         listeners: called after every step with its result and the totals.
         step_s: total time of all steps, the caller's computation included.
         compute_s: total time of the caller between steps.
-        slowest: the peer whose message came last in the last step.
+        slowest: `StepResult.slowest` of the last step.
     """
 
     def __init__(self, options: Options, groups: Groups, residuals: Residuals) -> None:
@@ -303,7 +303,7 @@ def metrics_snapshot(
         node: node of the exchange.
         replica: of the exchange; residuals in host memory are measured in one pass on the calling thread.
         stats: totals of the exchange.
-        slowest: the peer whose message came last in the last step, or None.
+        slowest: `StepResult.slowest` of the last step.
     """
     counters = node.stats()
     groups = replica.groups

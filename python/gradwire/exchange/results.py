@@ -81,7 +81,8 @@ class StepResult:
         encode_s: time to encode this node's message.
         wait_s: time to get space for the message, to hand it over, and to receive the others'.
         apply_s: time to add all messages to the parameters.
-        slowest: the peer whose message came last; None if all messages came before this node handed over its own.
+        slowest: the peer whose message came last; None if all messages came before this node handed over its own. In
+            asynchronous mode the member for which this node, ``max_staleness`` steps ahead, has waited.
         step_s: time of the whole step, from the end of the previous call to the end of this call.
         compute_s: the caller's part of ``step_s``, between the two calls; 0.0 in the first step.
     """

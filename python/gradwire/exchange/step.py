@@ -277,19 +277,17 @@ class Step:
         if self._is_sync:
             return None
         # A node that runs ahead would make the others apply updates for parameters that they have long left.
-        if self._staleness() > self._options.max_staleness:
-            return f"this node is {self._staleness()} steps ahead of another"
+        staleness, slowest = _staleness(self)
+        if staleness > self._options.max_staleness:
+            self._last_missing = slowest
+            names = self._introductions.describe(slowest)
+            return f"this node is {staleness} steps ahead of {names}"
         oldest = self._replica.oldest_sent
         # An update may be forgotten only when all have it: members that miss it after a death get it from those that
         # keep it.
         if oldest is not None and oldest.ticket is not None and not oldest.ticket.is_done:
             return f"a peer has not got step {oldest.step} yet"
         return None
-
-    def _staleness(self) -> int:
-        """Return how many steps this node is ahead of the slowest member."""
-        slowest = self._membership.slowest
-        return 0 if slowest is None else max(0, self._replica.step - slowest)
 
     # ---- the members' messages ---------------------------------------------------------------------------------------
 
@@ -339,7 +337,6 @@ class Step:
         timeout_s = self._options.timeout_s
         deadline_s = clock.now_s() + timeout_s
         may_drop = self._options.on_straggler == "drop"
-        self._last_missing = frozenset()
         # A member may be silent because it waits for a part of another member. It will suspect that member about now,
         # so the first timeout of an owner's result suspects nobody.
         is_patient = pending.sharded is not None
@@ -466,6 +463,7 @@ class Step:
             received_bytes += pending.sharded.received_bytes
             lost_elements = replica.sharding.drain_lost_elements()
         slowest = min(self._last_missing, default=None)
+        self._last_missing = frozenset()
         return StepResult(
             step=pending.step,
             sent_bytes=sent_bytes,
@@ -480,13 +478,22 @@ class Step:
             joined=tuple(map(peer_of, joined)),
             lost_elements=lost_elements,
             shortened=agreement.drain_shortened() if agreement.limits_norms else 0,
-            staleness=0 if self._is_sync else self._staleness(),
+            staleness=0 if self._is_sync else _staleness(self)[0],
             ratio=4 * replica.groups.numel / max(sent_bytes, 1),
             encode_s=pending.encode_s,
             wait_s=pending.wait_s,
             apply_s=apply_s,
             slowest=None if slowest is None else peer_of(slowest),
         )
+
+
+def _staleness(step: Step) -> tuple[int, frozenset[NodeRun]]:
+    """Return how many steps this node is ahead of the slowest member, and that member; none without members."""
+    slowest = step._membership.slowest
+    if slowest is None:
+        return 0, frozenset()
+    next_step, run = slowest
+    return max(0, step._replica.step - next_step), frozenset([run])
 
 
 def _weighed(update: Any, weight: float, teams: Sequence[tuple[int, int]]) -> Any:
