@@ -373,6 +373,24 @@ def test_nodes_that_restart_together_find_the_one_that_lives_before_they_begin(
     assert len({each.params.tobytes() for each in (first, *again)}) == 1
 
 
+def test_a_node_that_starts_again_and_again_keeps_nobody_from_joining() -> None:
+    """Rank 0 waits for other new nodes before it joins, but not anew for every start of the same node."""
+    with cluster(1) as world:
+        first, rank0 = (Trainer(world, rank, OLD, 400, mode="async") for rank in (1, 0))
+        world.run(until=lambda: first.share.next_step > 20)
+        world.kill(rank0.node)
+        again = Trainer(world, 0, NEW, 400, mode="async", min_peers=3)
+        begin_s = world.now_s
+        while again.joined is None:
+            assert world.now_s < begin_s + 20.0
+            unsteady = Trainer(world, 2, NEW, 400, mode="async", min_peers=3)
+            start_s = world.now_s
+            world.run(until=lambda: world.now_s > start_s + 4.0)  # noqa: B023
+            world.kill(unsteady.node)
+        world.run()
+    assert again.joined.step > 20
+
+
 def test_real_nodes_leave_a_process_of_the_run_before_alone() -> None:
     """Rank 0 comes back at the same port; the process that is left over connects before rank 1 does."""
     secret = bytes(range(32))

@@ -81,7 +81,7 @@ class Start:
         self._silent_until_s: float | None = None
         self._restart_until_s: float | None = None
         self._connected_until_s: float | None = None
-        self._new_nodes: frozenset[NodeRun] = frozenset()
+        self._new_ids: frozenset[int] = frozenset()
         # The new nodes that this node has said it sees.
         self._told: frozenset[NodeRun] = frozenset()
         self._tells_at_s = 0.0
@@ -346,7 +346,7 @@ class Start:
         # The node that began their training (rank 0) is new here. Either it was restarted alone and joins late, or all
         # are restarted, and the members are processes of the run before. It alone decides, for the others as well: as
         # soon as all new nodes are here they begin, and if no more come it joins. As long as nodes are missing, it may
-        # be among them.
+        # be among them. Nodes that come and go keep nobody away from a training that goes on.
         run = self._membership.run
         new = self._initial()
         began = {
@@ -355,13 +355,13 @@ class Start:
             for hello in members.values()
             if hello.origin.id == other.id and hello.origin < other
         }
-        is_complete = len(self._router.node.peers) >= expected
-        if run not in began and (began or is_complete):
+        if run not in began and (began or len(self._router.node.peers) >= expected):
             return bool(began)
         now_s = clock.now_s()
-        if self._restart_until_s is None or new.keys() != self._new_nodes:
+        ids = self._new_ids.union(run.id for run in new)
+        if self._restart_until_s is None or ids != self._new_ids:
             self._restart_until_s = now_s + min(_RESTART_S, self._options.timeout_s / 2)
-            self._new_nodes = frozenset(new)
+            self._new_ids = ids
         if len(new) >= self._all_others(expected) or now_s < self._restart_until_s:
             return True
         if run in began:
