@@ -38,6 +38,7 @@ def test_an_observer_has_the_last_updates_of_all_who_leave(
     options: dict[str, Any], leaves: str, seed: int
 ) -> None:
     put_in = np.zeros(NUMEL)
+    ends: dict[int, int] = {}  # the number with which each member has left
 
     def exchange(node: FakeNode, **more: Any) -> gw.Exchange:
         encoder = gw.Encoder(NUMEL, gw.FixedThreshold(2.0**-6))
@@ -53,6 +54,7 @@ def test_an_observer_has_the_last_updates_of_all_who_leave(
             put_in[...] += one
             share.step(one, params)
         share.leave(params)
+        ends[node.peer.id] = share.next_step
         node.cluster.compute(node, 2.0)  # a real node's end waits until all is delivered
         node.cluster.close(node)
         return params
@@ -65,6 +67,7 @@ def test_an_observer_has_the_last_updates_of_all_who_leave(
             count = share.follow(params, timeout_s=0.3)
             is_over = count == 0 and all(member.is_done for member in members)
             quiet = quiet + 1 if is_over else 0
+        assert share.step_number == max(ends.values()) * options.get("every", 1)
         node.cluster.close(node)
         return params
 

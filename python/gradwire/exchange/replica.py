@@ -452,11 +452,11 @@ class Replica(SharedCopy):
             self.sharding.finish_step(self.step, self.step + 1 - (self.sent.maxlen or 0))
         self.advance(params)
 
-    def advance(self, params: Any) -> None:
-        """Advance to the next step, also after one without an update of this node's own."""
+    def advance(self, params: Any, step: int | None = None) -> None:
+        """Advance to the next step, or to ``step``, also after one without an update of this node's own."""
         # Members may have gone or come with the step, and owners changed with them.
         self.add_late_parts(params)
-        self.step += 1
+        self.step = self.step + 1 if step is None else step
 
     def take_back_unapplied(
         self, finals: Mapping[NodeRun, int], accepted: Accepted, step: int
