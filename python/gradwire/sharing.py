@@ -430,8 +430,8 @@ def share(
         clip: periodic clipping of the residual, see `ResidualClip`; None: without.
         options: see `ExchangeOptions`. Unlike those of `Exchange`, parameters hold this node's residual
             (``apply_residual``), an update far longer than the other nodes' is shortened (``limit_outliers``), from 15
-            local steps on ``outer_momentum`` is 0.5, and a synchronous step waits for stragglers: after ``timeout_s`` a
-            log entry names the node that all wait for.
+            local steps on ``outer_momentum`` is 0.5, and a step waits for stragglers: after ``timeout_s`` a log entry
+            names the node that all wait for.
 
     Raises:
         RuntimeError: this process takes part in a training of this run already, or ``node`` has a training.
@@ -573,8 +573,8 @@ class TrainingMaker:
         self._is_own_node = node is None
         self._options: ExchangeOptions = {
             **training_defaults(options),
-            # An asynchronous step waits only for nodes that are far behind, and then not for ever.
-            "on_straggler": "raise" if options.get("mode") == "async" else "wait",
+            # A node that evaluates, or that is slow, must not end the others.
+            "on_straggler": "wait",
             **options,
         }
         if "timeout_s" not in options:

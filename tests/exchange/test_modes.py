@@ -136,6 +136,27 @@ def test_a_node_too_far_ahead_gives_up_without_taking_the_update() -> None:
     run_cluster(work, count=2, seed=0)
 
 
+def test_a_node_too_far_ahead_waits_for_a_node_that_evaluates(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def work(node: FakeNode, rank: int) -> Replica:
+        enc, params = encoder(), np.zeros(NUMEL, np.float32)
+        share = impatient(enc, node, False, mode="async", max_staleness=1)
+        results = []
+        for count, one in enumerate(updates_of(rank, 4)):
+            if rank == 1 and count == 1:
+                node.cluster.compute(node, 9.0)
+            results.append(share.step(one, params))
+        share.leave(params)
+        return Replica(params, enc.residual, results)
+
+    with caplog.at_level("WARNING"):
+        waits, _ = run_cluster(work, count=2, seed=0)
+    assert sum(result.wait_s for result in waits.results) > 8.0
+    text = "step 3 cannot begin within 2 s: this node is 2 steps ahead of 127.0.0.1:1020; waiting goes on"
+    assert caplog.messages.count(text) == 4
+
+
 # --- local steps ------------------------------------------------------------------------------------------------------
 
 

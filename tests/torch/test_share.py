@@ -543,7 +543,7 @@ def test_options_that_cannot_be_used_are_refused_before_there_is_a_node(
 
 @pytest.mark.parametrize(
     ("options", "straggler"),
-    [({}, "wait"), ({"mode": "async"}, "raise"), ({"on_straggler": "drop"}, "drop")],
+    [({}, "wait"), ({"mode": "async"}, "wait"), ({"on_straggler": "drop"}, "drop")],
 )
 def test_a_shared_model_holds_its_residual_and_waits_for_stragglers(
     options: dict[str, Any], straggler: str

@@ -250,10 +250,11 @@ class Step:
         """Receive until the node has space for one more message and no member is too far behind; count the seconds.
 
         Raises:
-            WouldBlock: after ``timeout_s``.
+            WouldBlock: after ``timeout_s``; with ``on_straggler="wait"`` only where there is no space.
         """
         timeout_s = self._options.timeout_s
         begin_s = clock.now_s()
+        deadline_s = begin_s + timeout_s
         while True:
             # The others may have gone on without this node while it waited.
             if self._membership.phase is Phase.JOINING:
@@ -262,11 +263,13 @@ class Step:
             if obstacle is None:
                 self._room_s += clock.now_s() - begin_s
                 return
-            if clock.now_s() >= begin_s + timeout_s:
-                raise WouldBlock(
-                    f"step {self._introductions.step_number(self._replica.step)} cannot begin within "
-                    f"{timeout_s:g} s: {obstacle}; the update was not taken"
-                )
+            if clock.now_s() >= deadline_s:
+                deadline_s = clock.now_s() + timeout_s
+                step = self._introductions.step_number(self._replica.step)
+                text = f"step {step} cannot begin within {timeout_s:g} s: {obstacle}"
+                if obstacle == _NO_SPACE or self._options.on_straggler != "wait":
+                    raise WouldBlock(f"{text}; the update was not taken")
+                _LOG.warning("%s; waiting goes on", text)
             self._join.poll(clock.ROOM_POLL_S)
 
     def _obstacle(self) -> str | None:

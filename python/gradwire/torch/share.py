@@ -69,7 +69,7 @@ def share(
         clip: periodic clipping of the residual, see `ResidualClip`; None: without.
         options: see `ExchangeOptions`: such as ``mode="async"`` or ``every=15, overlap=4``. The model holds this node's
             residual by default (``apply_residual``), from 15 local steps on ``outer_momentum`` is 0.5, and a
-            synchronous step waits for stragglers: after ``timeout_s`` a log entry names the node that all wait for.
+            step waits for stragglers: after ``timeout_s`` a log entry names the node that all wait for.
 
     Raises:
         TypeError: ``model`` or ``optimizer`` has the wrong type, or an unknown option.
