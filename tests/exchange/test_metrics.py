@@ -660,3 +660,20 @@ def test_the_slowest_peer_is_named() -> None:
     assert found - {None}
     assert found <= {None, 10, 20}
     assert {result.slowest.id for result in one if result.slowest} <= {20}
+
+
+def test_whoever_waits_for_a_slow_node_is_not_told_that_messages_are_the_cause(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def work(node: FakeNode, rank: int) -> None:
+        share = gw.Exchange(gw.Encoder(4, 0.5), node, min_peers=1, mode="async")  # type: ignore[arg-type]
+        for _ in range(60):
+            node.cluster.compute(node, 1.0 if rank else 0.1)
+            step(share)
+
+    run_cluster(work, count=2, seed=3)
+    [text] = [text for text in caplog.messages if text.startswith("gradwire takes")]
+    assert text.endswith(
+        "127.0.0.1:1020 is slower, and this node may be 8 steps ahead (max_staleness): smaller batches there make its "
+        "steps as long as those here"
+    )

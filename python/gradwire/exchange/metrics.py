@@ -182,6 +182,11 @@ class Meter:
             remedies = ["this node trains alone, and gradwire gains nothing without others"]
         elif wait_s < ours_s / 2.0:
             remedies.append("threads= of an Encoder of your own shares the passes over the data")
+        elif self.slowest is not None and not options.is_sync:
+            remedies = [
+                f"{self.slowest.address} is slower, and this node may be {options.max_staleness} steps ahead "
+                "(max_staleness): smaller batches there make its steps as long as those here"
+            ]
         else:
             remedies.append("`gradwire top` shows whether one node holds up the others")
             overlap = max(1, round(options.every * _OVERLAP_SHARE))
