@@ -391,6 +391,20 @@ def test_a_node_that_starts_again_and_again_keeps_nobody_from_joining() -> None:
     assert again.joined.step > 20
 
 
+def test_a_rank_0_that_looks_for_other_new_nodes_does_not_say_that_it_waits_for_itself(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with cluster(1) as world:
+        first, rank0 = (Trainer(world, rank, OLD, 200) for rank in (1, 0))
+        world.run(until=lambda: first.share.next_step > 20)
+        world.kill(rank0.node)
+        again = Trainer(world, 0, NEW, 200)
+        world.run(until=lambda: again.joined is not None)
+    waits = [text for text in caplog.messages if text.startswith("this node waits")]
+    assert any("more new nodes may come before it begins or joins" in text for text in waits)
+    assert not any("has not begun the training with this node" in text for text in waits)
+
+
 def test_real_nodes_leave_a_process_of_the_run_before_alone() -> None:
     """Rank 0 comes back at the same port; the process that is left over connects before rank 1 does."""
     secret = bytes(range(32))

@@ -226,15 +226,15 @@ class Start:
         ready = introductions.compatible()
         text = f"{len(ready)} of {expected} peers are ready"
         if len(ready) >= expected:
-            first = introductions.name_of(min([self._membership.run, *ready]))
-            text = f"{first} has not begun the training with this node"
+            first = min([self._membership.run, *ready])
+            text = f"{introductions.name_of(first)} has not begun the training with this node"
+            text = text if first in ready else "more new nodes may come before it begins or joins"
         missing = [name for node_id, name in sorted(node.names.items()) if node_id not in here]
         text += f"; {', '.join(missing)} missing" if missing else ""
         silent = introductions.describe(sorted(connected - introductions.hellos.keys()))
         text += f"; connected, and still preparing: {silent}" if silent else ""
-        observers = introductions.describe(introductions.observers)
-        is_short = observers and len(ready) < expected
-        return text + (f"; observers do not count: {observers}" if is_short else "")
+        observers = introductions.describe(introductions.observers if len(ready) < expected else ())
+        return text + (f"; observers do not count: {observers}" if observers else "")
 
     def _connected(self) -> set[NodeRun]:
         return set(map(self._introductions.register, self._router.node.peers))
