@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
+import signal
+import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -11,6 +15,7 @@ from numpy.typing import NDArray
 
 import gradwire as gw
 from gradwire.exchange.protocol import TAG_NUMBERS, Kind
+from gradwire.exchange.replica import Replica
 from gradwire.transport import PeerLost
 
 from .cluster import FakeNode, run_cluster
@@ -178,3 +183,59 @@ def test_an_interrupted_report_is_finished_by_the_next_call(topology: Any) -> No
         first, second, _ = run_cluster(lambda node, rank, s=seed: work(node, rank, s), seed=seed)
         np.testing.assert_array_equal(first, second)
     assert len(interrupted) == 20
+
+
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """Let SIGINT raise `KeyboardInterrupt`, as in a terminal: a test in the background may ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
+@pytest.mark.parametrize("name", ["encode", "hold", "apply", "finish_step"])
+def test_ctrl_c_comes_when_nothing_is_half_done(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Else the next call waits for ever for updates that are applied, applies them twice, or lacks its own."""
+    method = getattr(Replica, name)
+    at: list[int] = []
+
+    def interrupted(self: Replica, *arguments: Any, **options: Any) -> Any:
+        step = self.step
+        result = method(self, *arguments, **options)
+        if step == 3 and not at and threading.current_thread() is threading.main_thread():
+            at.append(step)
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    monkeypatch.setattr(Replica, name, interrupted)
+    secret = secrets.token_bytes(32)
+    total = np.zeros(NUMEL, np.float64)
+    shared: dict[int, NDArray[np.float32]] = {}
+    interruptions: list[int] = []
+
+    def train(node: gw.Node, rank: int) -> None:
+        encoder = gw.Encoder(NUMEL, threshold=2.0**-9)
+        share = gw.Exchange(encoder, node, min_peers=1, timeout_s=5.0)
+        params = np.zeros(NUMEL, np.float32)
+        update = np.full(NUMEL, (rank + 1) * 2.0**-8, np.float32)
+        while share.next_step < 8:
+            try:
+                share.step(update, params)
+            except KeyboardInterrupt:
+                interruptions.append(rank)
+        shared[rank] = params
+        total.__iadd__(encoder.residual)
+
+    with (
+        gw.Node("127.0.0.1:0", secret=secret) as first,
+        gw.Node("127.0.0.1:0", [first.address], secret=secret) as second,
+    ):
+        other = threading.Thread(target=train, args=(second, 1))
+        other.start()
+        train(first, 0)
+        other.join()
+    assert interruptions == [0]
+    np.testing.assert_array_equal(shared[0], shared[1])
+    # What was put in is in the mean, or still in a residual: once.
+    np.testing.assert_array_equal(total + 2 * shared[0], np.full(NUMEL, 8 * 3 * 2.0**-8))

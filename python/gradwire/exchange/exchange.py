@@ -15,6 +15,7 @@ from ..agreement import Agreement
 from ..arrays import check_order, copies, writable_views
 from ..codec import Encoder
 from ..errors import NonFiniteUpdate, NotCopied
+from ..interrupts import held_back
 from ..slices import slice_bytes_of
 from ..state import check_node, check_seconds
 from . import checkpoint
@@ -308,9 +309,10 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
             # The step that an earlier call of this method had begun: nobody takes a further update.
             self._join.end()
             return finished
-        result = self._step.leave(params, self._optimizer_state)
-        self._count(result)
-        self._replica.remember(params)
+        with held_back():
+            result = self._step.leave(params, self._optimizer_state)
+            self._count(result)
+            self._replica.remember(params)
         return result
 
     @one_at_a_time
@@ -488,9 +490,10 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
     def _finish_earlier(self, params: Any) -> StepResult | None:
         if self._replica.pending is None:
             return None
-        finished = self._step.finish_earlier(params, self._optimizer_state)
-        self._end_step(finished, params)
-        return finished
+        with held_back():
+            finished = self._step.finish_earlier(params, self._optimizer_state)
+            self._end_step(finished, params)
+            return finished
 
     def _end_step(self, result: StepResult | None, params: Any) -> None:
         """Count a finished step, serve newcomers, and take part in the comparison of replicas."""
@@ -613,13 +616,14 @@ def _take_step(
 ) -> StepResult | None:
     """Take a step that sends, and end it unless a later call does; see `Step.take_step`."""
     state = exchange._optimizer_state
-    try:
-        result = exchange._step.take_step(update, params, state, has_moved=has_moved)
-    except BaseException:
-        # If the step is open, the next call finishes it, and notices what the caller has written meanwhile.
-        exchange._replica.remember(params)
-        raise
-    exchange._end_step(result, params)
+    with held_back():
+        try:
+            result = exchange._step.take_step(update, params, state, has_moved=has_moved)
+        except BaseException:
+            # If the step is open, the next call finishes it, and notices what the caller has written meanwhile.
+            exchange._replica.remember(params)
+            raise
+        exchange._end_step(result, params)
     return result
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from .. import clock
 from ..arrays import Arrays, copies, layouts, on_host
 from ..errors import Mismatch
+from ..interrupts import let_through
 from ..message import Message
 from ..slices import datagram_hint
 from .departure import Departure, Trainings, deliver
@@ -111,6 +112,7 @@ class Join:
 
     def poll(self, timeout_s: float) -> None:
         """Send as much as there is space for, receive for up to ``timeout_s``, and find lost members."""
+        let_through()
         if lost := self._router.receive(timeout_s):
             self._departure.handle_lost(lost, self._replica.step)
         if self._departure.is_due:

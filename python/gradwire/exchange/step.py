@@ -11,6 +11,7 @@ from typing import Any
 from .. import clock
 from ..arrays import Arrays, copies, nonfinite, on_host, scaled, writable_views
 from ..errors import NonFiniteUpdate, TooLarge, WouldBlock
+from ..interrupts import held_back
 from ..slices import datagram_hint
 from ..transport import Node
 from .consistency import digest_of
@@ -180,16 +181,17 @@ class Step:
 
     def catch_up(self, params: Any, optimizer_state: NodeState, timeout_s: float) -> int:
         """Apply the asynchronous members' updates that have arrived; see ``Exchange.catch_up``."""
-        membership = self._membership
         self._join.ensure_member(params, optimizer_state)
         self._join.poll(timeout_s)
-        payloads = [messages for _, messages in membership.take_updates()]
-        self._departure.remove_departed()
-        if payloads:
-            self._replica.share_written(params)
-            self._replica.apply(payloads, params, nodes=len(membership.peers) + 1, has_moved=True)
-        self._join.serve(params, optimizer_state)
-        self._replica.remember(params)
+        with held_back():
+            payloads = [messages for _, messages in self._membership.take_updates()]
+            self._departure.remove_departed()
+            if payloads:
+                self._replica.share_written(params)
+                nodes = len(self._membership.peers) + 1
+                self._replica.apply(payloads, params, nodes=nodes, has_moved=True)
+            self._join.serve(params, optimizer_state)
+            self._replica.remember(params)
         return len(payloads)
 
     def leave(self, params: Any, optimizer_state: NodeState) -> StepResult:
