@@ -735,7 +735,7 @@ import os, sys
 import gradwire as gw
 
 team = gw.LocalTeam(sys.argv[1], size=2, rank=0)
-if os.fork():
+if not os.fork():  # the child, which has given the rank up by then
     print("ready", flush=True)
 sys.stdin.read()
 """
