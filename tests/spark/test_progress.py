@@ -364,11 +364,15 @@ Caused by: java.io.IOException: {}
 
 
 class Slots:
-    """A classic session that has lost all but one slot, with a stage, and what was cancelled in it."""
+    """A classic session with some slots, with a stage, and what was cancelled in it."""
 
-    def __init__(self, active_tasks: int) -> None:
+    def __init__(self, active_tasks: int, slots: int = 1) -> None:
         self.sparkContext = self._jsc = self
         self.numActiveTasks = active_tasks
+        self.numTasks = 2
+        self.numCompletedTasks = 0
+        self.stageIds = [5, 7]  # of the job
+        self.slots = slots
         self.cancelled = threading.Event()
 
     def sc(self) -> Any:
@@ -381,10 +385,17 @@ class Slots:
         return None
 
     def maxNumConcurrentTasks(self, _: None) -> int:  # noqa: N802
-        return 1
+        return self.slots
 
     def statusTracker(self) -> Any:  # noqa: N802
         return self
+
+    def getJobIdsForTag(self, tag: str) -> list[int]:  # noqa: N802
+        assert tag == "the job's"
+        return [3, 4]
+
+    def getJobInfo(self, job: int) -> Any:  # noqa: N802
+        return self if job == 4 else None
 
     def getActiveStageIds(self) -> list[int]:  # noqa: N802
         return [6, 7]
@@ -413,3 +424,23 @@ def test_executors_that_are_not_replaced_end_the_job_with_the_numbers(
     job(Slots(active_tasks=1), timeout_s=1000.0, wait_s=0.5)
     job(Slots(active_tasks=2), timeout_s=0.1, wait_s=0.5)  # on an executor that is to be given up
     assert not [thread for thread in threading.enumerate() if thread.name == "gradwire-slots"]
+
+
+@pytest.mark.parametrize(
+    ("active_tasks", "slots", "is_told"),
+    [(0, 4, True), (1, 4, False), (2, 4, False), (0, 1, False)],
+)
+def test_slots_that_other_jobs_hold_are_waited_for_and_named_once(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    active_tasks: int,
+    slots: int,
+    is_told: bool,
+) -> None:
+    monkeypatch.setattr(session, "_LOOK_S", 0.02)
+    monkeypatch.setattr(session, "_BUSY_S", 0.1)
+    spark = Slots(active_tasks, slots)
+    with keeping_slots(spark, "the job's", 2, timeout_s=1000.0):  # type: ignore[arg-type]
+        assert not spark.cancelled.wait(0.5)
+    told = "num_workers is 2, and other jobs hold some of the cluster's 4 slots: training begins when 2 are free"
+    assert caplog.messages == [told] * is_told

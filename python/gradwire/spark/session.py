@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import re
 import shutil
@@ -38,6 +39,8 @@ __all__ = [
     "told_in_one_line",
 ]
 
+_LOG = logging.getLogger("gradwire.spark")
+
 _NO_GRADWIRE: Final = "No module named 'gradwire'"
 _NO_PROGRAM: Final = re.compile('Cannot run program "[^"]*"')
 _IN_JAVA: Final = "\n\tat "
@@ -46,6 +49,7 @@ _JAVA: Final = re.compile(r"^(?:Caused by)?: (?:[\w$]+\.)*(.+)$", re.MULTILINE)
 _LINE_MAX: Final = 2_000
 _SLOTS_S: Final = 45.0  # for executors to register
 _LOOK_S: Final = 1.0
+_BUSY_S: Final = 30.0  # other jobs may hold slots for a moment
 _SMALL_BYTES: Final = 1 << 20  # go with the tasks
 _BROADCAST_BYTES: Final = 16 << 20
 
@@ -93,6 +97,8 @@ def keeping_slots(
 ) -> Iterator[None]:
     """End the jobs with a tag if there are too few slots for ``timeout_s``: Spark waits for lost executors without end.
 
+    Slots that other jobs hold are waited for. Spark does not say so; the log does, once.
+
     With Connect this does nothing: slots are known there only by trying.
 
     Args:
@@ -112,9 +118,16 @@ def keeping_slots(
     texts: list[str] = []
 
     def look() -> None:
-        enough_s = now_s()
+        enough_s = began_s = now_s()
+        is_told = False
         while not ended.wait(_LOOK_S):
             slots = _slots(spark, workers)
+            if not _waits_for_slots(spark, tag, workers):
+                began_s = now_s()
+            elif not is_told and slots >= workers and now_s() - began_s > _BUSY_S:
+                is_told = True
+                text = "%s is %d, and other jobs hold some of the cluster's %d slots: training begins when %d are free"
+                _LOG.warning(text, name, workers, slots, workers)
             if slots >= workers or _has_tasks(spark, workers):
                 enough_s = now_s()
             elif now_s() - enough_s > timeout_s:
@@ -145,6 +158,21 @@ def _has_tasks(spark: SparkSession, workers: int) -> bool:
     tracker = spark.sparkContext.statusTracker()
     stages = map(tracker.getStageInfo, tracker.getActiveStageIds())
     return any(stage is not None and stage.numActiveTasks >= workers for stage in stages)
+
+
+def _waits_for_slots(spark: SparkSession, tag: str, workers: int) -> bool:
+    """Return whether a job with the tag has a stage of so many tasks, of which none has begun."""
+    context = spark.sparkContext
+    tracker = context.statusTracker()
+    jobs = map(tracker.getJobInfo, context._jsc.sc().statusTracker().getJobIdsForTag(tag))
+    stages = {stage for job in jobs if job is not None for stage in job.stageIds}
+    return any(
+        stage is not None
+        and stage.numTasks == workers
+        and not stage.numActiveTasks
+        and not stage.numCompletedTasks
+        for stage in map(tracker.getStageInfo, stages.intersection(tracker.getActiveStageIds()))
+    )
 
 
 def _slots(spark: SparkSession, workers: int) -> int:
