@@ -36,7 +36,6 @@ INTERFACE = "gradwire"
 ALLOWED = {
     "errors": set(),
     "clock": set(),
-    "interrupts": set(),
     "rendezvous": set(),
     "policy": {"errors"},
     "state": {"policy"},
@@ -58,16 +57,7 @@ ALLOWED = {
     "calibration": CODEC | {"cost", "transport"},
     "transport": {"clock", "errors", "rendezvous", "transport"},
     "exchange": CODEC
-    | {
-        "agreement",
-        "clock",
-        "exchange",
-        "interrupts",
-        "shared_memory",
-        "shares",
-        "slices",
-        "transport",
-    },
+    | {"agreement", "clock", "exchange", "shared_memory", "shares", "slices", "transport"},
     "feed": {"errors", "feed", "shared_memory", "state", "transport"},
     "cli": CODEC
     | {

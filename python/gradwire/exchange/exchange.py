@@ -15,14 +15,13 @@ from ..agreement import Agreement
 from ..arrays import check_order, copies, writable_views
 from ..codec import Encoder
 from ..errors import NonFiniteUpdate, NotCopied
-from ..interrupts import held_back
 from ..slices import slice_bytes_of
 from ..state import check_node, check_seconds
 from . import checkpoint
 from .consistency import Consistency
 from .departure import Departure, Trainings
 from .groups import Group, Groups, physical_bytes
-from .join import Join
+from .join import Join, held_back
 from .membership import STEPS_AHEAD_MAX, Membership, Router
 from .metrics import Listener, Meter, metrics_snapshot, serve_snapshot
 from .notes import Notes

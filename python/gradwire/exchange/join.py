@@ -1,11 +1,14 @@
-"""Joining: a late start with a snapshot, and the admission of newcomers."""
+"""Joining: a late start with a snapshot, and the admission of newcomers; and how a step waits and is interrupted."""
 
 from __future__ import annotations
 
 import functools
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+import signal
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from operator import itemgetter
 from typing import Any
@@ -15,7 +18,6 @@ import numpy as np
 from .. import clock
 from ..arrays import Arrays, copies, layouts, on_host
 from ..errors import Mismatch
-from ..interrupts import let_through
 from ..message import Message
 from ..slices import datagram_hint
 from .departure import Departure, Trainings, deliver
@@ -29,7 +31,7 @@ from .replica import Replica, add_to_exported, drop_outdated
 from .results import Pace
 from .snapshot import Donor, NodeState, Recipient, Snapshot
 
-__all__ = ["Join"]
+__all__ = ["Join", "held_back"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -112,7 +114,7 @@ class Join:
 
     def poll(self, timeout_s: float) -> None:
         """Send as much as there is space for, receive for up to ``timeout_s``, and find lost members."""
-        let_through()
+        _let_through()
         if lost := self._router.receive(timeout_s):
             self._departure.handle_lost(lost, self._replica.step)
         if self._departure.is_due:
@@ -769,3 +771,59 @@ def _snapshot_of(
         replica.agreement.median,
         len(shared) // 2 if isinstance(replica.total, MomentumSum) else 0,
     )
+
+
+# ---- Ctrl-C ----------------------------------------------------------------------------------------------------------
+
+
+class _Interrupt:
+    """What SIGINT does outside `held_back`, and the frame of the one that is held back."""
+
+    def __init__(self) -> None:
+        self.handler: Any = None
+        self.frames: list[Any] = []
+
+    def hold(self, number: int, frame: Any) -> None:
+        """Handle SIGINT: the first one waits; whoever sends a second one does not want to wait."""
+        if self.frames:
+            self.handler(number, frame)
+        else:
+            self.frames.append(frame)
+
+    def release(self) -> None:
+        """Handle the one that waits, if any."""
+        if self.frames:
+            frame = self.frames.pop()
+            self.handler(signal.SIGINT, frame)
+
+
+_INTERRUPT = _Interrupt()
+_HOLD = _INTERRUPT.hold  # the same object every time, by which it is recognised
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Hold SIGINT back until the end of the block, or until ``Join.poll``; a second one is handled at once.
+
+    A `KeyboardInterrupt` may come between any two calls. Between those that send an update, or add the others', it
+    would leave a step half done, which the next call could neither finish nor take back. Only the main thread gets
+    signals: in others this does nothing.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGINT) if is_main else None
+    if not callable(handler) or handler is _HOLD:
+        yield
+        return
+    _INTERRUPT.handler = handler
+    signal.signal(signal.SIGINT, _HOLD)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        _INTERRUPT.release()
+
+
+def _let_through() -> None:
+    """Handle a SIGINT that is held back: nothing is half done here, and the caller is about to wait for others."""
+    if _INTERRUPT.frames and threading.current_thread() is threading.main_thread():
+        _INTERRUPT.release()

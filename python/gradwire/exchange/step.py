@@ -11,13 +11,12 @@ from typing import Any
 from .. import clock
 from ..arrays import Arrays, copies, nonfinite, on_host, scaled, writable_views
 from ..errors import NonFiniteUpdate, TooLarge, WouldBlock
-from ..interrupts import held_back
 from ..slices import datagram_hint
 from ..transport import Node
 from .consistency import digest_of
 from .departure import Departure
 from .groups import Codec
-from .join import Join
+from .join import Join, held_back
 from .membership import Membership, Router, Updates
 from .notes import Notes
 from .options import Options
