@@ -49,7 +49,10 @@ _wait_s = functools.partial(check_seconds, "timeout_s", least=0.0)
 
 
 def one_at_a_time(method: _Method) -> _Method:
-    """Refuse a call of an exchange while another one runs, of another thread or one that a signal has interrupted."""
+    """Refuse a call of an exchange while another one runs, of another thread or one that a signal has interrupted.
+
+    Ctrl-C comes where the call waits for others, or after it.
+    """
 
     @functools.wraps(method)
     def guarded(self: Any, *args: Any, **options: Any) -> Any:
@@ -60,7 +63,8 @@ def one_at_a_time(method: _Method) -> _Method:
                 "machine share a LocalTeam; a signal's handler sets a flag, to act on after the step"
             )
         try:
-            return method(self, *args, **options)
+            with held_back():
+                return method(self, *args, **options)
         finally:
             use.release()
 
@@ -308,10 +312,9 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
             # The step that an earlier call of this method had begun: nobody takes a further update.
             self._join.end()
             return finished
-        with held_back():
-            result = self._step.leave(params, self._optimizer_state)
-            self._count(result)
-            self._replica.remember(params)
+        result = self._step.leave(params, self._optimizer_state)
+        self._count(result)
+        self._replica.remember(params)
         return result
 
     @one_at_a_time
@@ -489,10 +492,9 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
     def _finish_earlier(self, params: Any) -> StepResult | None:
         if self._replica.pending is None:
             return None
-        with held_back():
-            finished = self._step.finish_earlier(params, self._optimizer_state)
-            self._end_step(finished, params)
-            return finished
+        finished = self._step.finish_earlier(params, self._optimizer_state)
+        self._end_step(finished, params)
+        return finished
 
     def _end_step(self, result: StepResult | None, params: Any) -> None:
         """Count a finished step, serve newcomers, and take part in the comparison of replicas."""
@@ -615,14 +617,13 @@ def _take_step(
 ) -> StepResult | None:
     """Take a step that sends, and end it unless a later call does; see `Step.take_step`."""
     state = exchange._optimizer_state
-    with held_back():
-        try:
-            result = exchange._step.take_step(update, params, state, has_moved=has_moved)
-        except BaseException:
-            # If the step is open, the next call finishes it, and notices what the caller has written meanwhile.
-            exchange._replica.remember(params)
-            raise
-        exchange._end_step(result, params)
+    try:
+        result = exchange._step.take_step(update, params, state, has_moved=has_moved)
+    except BaseException:
+        # If the step is open, the next call finishes it, and notices what the caller has written meanwhile.
+        exchange._replica.remember(params)
+        raise
+    exchange._end_step(result, params)
     return result
 
 

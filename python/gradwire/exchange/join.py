@@ -31,7 +31,7 @@ from .replica import Replica, add_to_exported, drop_outdated
 from .results import Pace
 from .snapshot import Donor, NodeState, Recipient, Snapshot
 
-__all__ = ["Join", "held_back"]
+__all__ = ["Join", "held_back", "let_through"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class Join:
 
     def poll(self, timeout_s: float) -> None:
         """Send as much as there is space for, receive for up to ``timeout_s``, and find lost members."""
-        _let_through()
+        let_through()
         if lost := self._router.receive(timeout_s):
             self._departure.handle_lost(lost, self._replica.step)
         if self._departure.is_due:
@@ -823,7 +823,7 @@ def held_back() -> Iterator[None]:
         _INTERRUPT.release()
 
 
-def _let_through() -> None:
+def let_through() -> None:
     """Handle a SIGINT that is held back: nothing is half done here, and the caller is about to wait for others."""
     if _INTERRUPT.frames and threading.current_thread() is threading.main_thread():
         _INTERRUPT.release()

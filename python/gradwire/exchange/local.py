@@ -45,6 +45,7 @@ from ..transport import Peer
 from . import exchange as single
 from .consistency import digest_of
 from .exchange import Exchange
+from .join import let_through
 from .options import Reduction
 from .parameters import check_layouts
 from .results import ExchangeStats, Joined, StepResult
@@ -471,10 +472,10 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
         warn_s = begin_s + min(self.timeout_s, _WARN_S)
         pause_s = _PAUSE_S
         while not is_done():
+            let_through()
             clock.sleep(pause_s)
             pause_s = min(2.0 * pause_s, _PAUSE_MAX_S)
-            now_s = clock.now_s()
-            if now_s < look_s:
+            if (now_s := clock.now_s()) < look_s:
                 continue
             # A lock is looked at seldom, because that is a system call, and memory often, because it is not.
             look_s = now_s + _LOOK_S

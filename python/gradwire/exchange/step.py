@@ -16,7 +16,7 @@ from ..transport import Node
 from .consistency import digest_of
 from .departure import Departure
 from .groups import Codec
-from .join import Join, held_back
+from .join import Join
 from .membership import Membership, Router, Updates
 from .notes import Notes
 from .options import Options
@@ -180,17 +180,16 @@ class Step:
 
     def catch_up(self, params: Any, optimizer_state: NodeState, timeout_s: float) -> int:
         """Apply the asynchronous members' updates that have arrived; see ``Exchange.catch_up``."""
+        membership = self._membership
         self._join.ensure_member(params, optimizer_state)
         self._join.poll(timeout_s)
-        with held_back():
-            payloads = [messages for _, messages in self._membership.take_updates()]
-            self._departure.remove_departed()
-            if payloads:
-                self._replica.share_written(params)
-                nodes = len(self._membership.peers) + 1
-                self._replica.apply(payloads, params, nodes=nodes, has_moved=True)
-            self._join.serve(params, optimizer_state)
-            self._replica.remember(params)
+        payloads = [messages for _, messages in membership.take_updates()]
+        self._departure.remove_departed()
+        if payloads:
+            self._replica.share_written(params)
+            self._replica.apply(payloads, params, nodes=len(membership.peers) + 1, has_moved=True)
+        self._join.serve(params, optimizer_state)
+        self._replica.remember(params)
         return len(payloads)
 
     def leave(self, params: Any, optimizer_state: NodeState) -> StepResult:
