@@ -56,17 +56,17 @@ def one_at_a_time(method: _Method) -> _Method:
 
     @functools.wraps(method)
     def guarded(self: Any, *args: Any, **options: Any) -> Any:
-        use = self.__dict__.setdefault("_use", threading.Lock())
-        if not use.acquire(blocking=False):
-            raise RuntimeError(
-                "this exchange is in the middle of another call: one exchange serves one thread, and threads of one "
-                "machine share a LocalTeam; a signal's handler sets a flag, to act on after the step"
-            )
-        try:
-            with held_back():
+        with held_back():
+            use = self.__dict__.setdefault("_use", threading.Lock())
+            if not use.acquire(blocking=False):
+                raise RuntimeError(
+                    "this exchange is in the middle of another call: one exchange serves one thread, and threads of "
+                    "one machine share a LocalTeam; a signal's handler sets a flag, to act on after the step"
+                )
+            try:
                 return method(self, *args, **options)
-        finally:
-            use.release()
+            finally:
+                use.release()
 
     return guarded  # type: ignore[return-value]
 
