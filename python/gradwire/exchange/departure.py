@@ -39,8 +39,11 @@ __all__ = ["Departure", "Trainings", "deliver"]
 
 _LOG = logging.getLogger(__name__)
 
-_ALL_LEAVE = 1  # number of a report on nodes that have all said that they leave
-_WAIT_S = 2.0  # how long a node that was to join sees no member before it goes on, or begins with new nodes
+# Number of a report on nodes that have all said that they leave.
+_ALL_LEAVE = 1
+
+# How long a node that was to join sees no member before it goes on, or begins with new nodes.
+_WAIT_S = 2.0
 
 # Refusals of a node's messages after which it is excluded, and the steps after which an earlier refusal does not count.
 _REFUSALS_MAX = 3

@@ -354,8 +354,8 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
 
         Raises:
             NonFiniteUpdate: as ``Encoder.encode``; the step has not begun, the others wait for it.
-            WouldBlock: there was no space to send, or this node was too far ahead of another, for ``timeout_s``; the
-                update was not taken. Not for the latter with ``on_straggler="wait"``.
+            WouldBlock: there was no space to send for ``timeout_s``, or, without ``on_straggler="wait"``, this node was
+                too far ahead of another; the update was not taken.
             TimeoutError: a connected member sent no message for this step within ``timeout_s``, or there was no space
                 for the message after all. The update was taken; the next call finishes the step. If that takes as long
                 again, nothing of the next call was taken, and the text says so.

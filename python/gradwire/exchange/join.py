@@ -1,4 +1,4 @@
-"""Joining: a late start with a snapshot, and the admission of newcomers; and how a step waits and is interrupted."""
+"""Joining: a late start with a snapshot, and the admission of newcomers; and when Ctrl-C comes."""
 
 from __future__ import annotations
 
@@ -803,7 +803,7 @@ _HOLD = _INTERRUPT.hold  # the same object every time, by which it is recognised
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Hold SIGINT back until the end of the block, or until ``Join.poll``; a second one is handled at once.
+    """Hold SIGINT back until the end of the block, or until `let_through`; a second one is handled at once.
 
     A `KeyboardInterrupt` may come between any two calls. Between those that send an update, or add the others', it
     would leave a step half done, which the next call could neither finish nor take back. Only the main thread gets

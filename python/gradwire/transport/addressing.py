@@ -18,7 +18,7 @@ from .types import Address
 ADDRESS_VARIABLE: Final = "GRADWIRE_IP"
 WILDCARD: Final = "0.0.0.0"  # noqa: S104 - recognised, and bound only when asked for
 WILDCARDS: Final = ("", WILDCARD, "::")
-ANYWHERE: Final = "192.0.2.1:9", "[2001:db8::1]:9"  # for documentation (RFC 5737, 3849)
+ANYWHERE: Final = "192.0.2.1:9", "[2001:db8::1]:9"  # on nobody's network (RFC 5737, 3849)
 IPV4_TABLE: Final = Path("/proc/net/fib_trie")
 IPV6_TABLE: Final = Path("/proc/net/if_inet6")
 
