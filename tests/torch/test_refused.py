@@ -86,6 +86,42 @@ def test_tensors_that_cannot_be_shared_are_named_before_there_is_a_node(
         share(net)
 
 
+def tied(kind: str) -> Any:
+    """Return a model of which two parameters have the same memory."""
+    net = model(torch.bfloat16 if kind == "half precision" else torch.float32)
+    weight = net[0].weight.detach()
+    again = torch.nn.Linear(20, 8, dtype=weight.dtype)
+    if kind == "transposed":
+        again.weight = torch.nn.Parameter(weight.t())
+    elif kind == "row":
+        again.bias = torch.nn.Parameter(weight[0, :8])
+    else:
+        again.weight.data = weight
+    return net.append(again)
+
+
+@pytest.mark.parametrize("kind", ["whole", "half precision", "transposed", "row"])
+def test_parameters_that_are_tied_by_their_memory_are_refused(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gw.Node, "from_env", lambda **_: pytest.fail("made a node"))
+    with pytest.raises(ValueError, match=r"0\.weight and 3\.\w+ have elements in the same memory"):
+        share(tied(kind))
+
+
+def test_parameters_that_divide_a_memory_are_shared() -> None:
+    net = model()
+    together = torch.randn(8, 40)
+    net[0].weight = torch.nn.Parameter(together[:, ::2])
+    net.append(torch.nn.Linear(20, 8))
+    net[3].weight = torch.nn.Parameter(together[:, 1::2])
+    flat = torch.randn(16)
+    net[0].bias = torch.nn.Parameter(flat[8:])
+    net[3].bias = torch.nn.Parameter(flat[:8])
+    with share(net) as optimizer:
+        assert optimizer.join().step == 0
+
+
 def test_an_observer_is_sent_to_an_exchange_of_its_own(
     nodes: list[gw.Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:

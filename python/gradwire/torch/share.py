@@ -16,7 +16,7 @@ from ..sharing import TrainingMaker
 from .judge import group_numbers, judge, parameters_of
 from .model_state import ModelState
 from .optimizer import Extension, SharedOptimizer
-from .staging import check_memory
+from .staging import check_apart, check_memory
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -221,7 +221,7 @@ def _named(
     """Return an optimiser's parameters with their names in the model.
 
     Raises:
-        ValueError: some are not the model's, or cannot be written to.
+        ValueError: some are not the model's, cannot be written to, or have elements in common.
     """
     strange = [tuple(param.shape) for param in params if param not in names]
     if strange:
@@ -242,7 +242,9 @@ def _named(
                 f"{names[param]} has several elements in the same memory, as expand makes them, so no step can move "
                 "them: make it of its clone() before the optimiser is made"
             )
-    return [(names[param], param) for param in params]
+    named = [(names[param], param) for param in params]
+    check_apart(named)
+    return named
 
 
 class _Untrained:

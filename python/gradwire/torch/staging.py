@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -17,6 +18,7 @@ from ..exchange.consistency import digest_of
 __all__ = [
     "Staging",
     "bytes_of",
+    "check_apart",
     "check_memory",
     "check_shards",
     "fetch_moved",
@@ -293,6 +295,49 @@ def check_memory(tensor: torch.Tensor, name: str) -> None:
             f"{name} has no memory (device meta): let model.to_empty(device=...) give it to the model, and initialise "
             "it, before the optimiser is made"
         )
+
+
+def check_apart(named: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Refuse parameters that have elements in common, each of which would count once for every parameter.
+
+    The update of such an element is what all of its parameters' steps have done to it.
+
+    Args:
+        named: the parameters, each with its name. Views of one memory are allowed where they do not overlap.
+
+    Raises:
+        ValueError: two parameters overlap.
+    """
+    neighbours: dict[tuple[Any, ...], list[tuple[str, torch.Tensor]]] = {}
+    for name, param in named:
+        tensor = local_of(param).detach()
+        if tensor.numel():
+            place = tensor.device, tensor.untyped_storage().data_ptr(), tensor.dtype
+            neighbours.setdefault(place, []).append((name, tensor))
+    for (_, _, dtype), tensors in neighbours.items():
+        ranges = sorted(map(_range_of, (tensor for _, tensor in tensors)))
+        if all(end <= begin for (_, end), (begin, _) in pairwise(ranges)):
+            continue  # they follow each other, as in flat buffers
+        numel = tensors[0][1].untyped_storage().nbytes() // dtype.itemsize
+        # The number of each element's parameter, 0 for none.
+        owners = torch.zeros(numel, dtype=torch.int32)
+        for number, (name, tensor) in enumerate(tensors, 1):
+            own = owners.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+            other = int(own.max())
+            if other:
+                raise ValueError(
+                    f"{tensors[other - 1][0]} and {name} have elements in the same memory, whose updates would count "
+                    "twice: to tie weights, make both the same Parameter (decoder.weight = encoder.weight), before the "
+                    "optimiser is made; to part them, give one of them a clone()"
+                )
+            own.fill_(number)
+
+
+def _range_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return where a tensor begins and ends in its memory, in elements."""
+    begin = tensor.storage_offset()
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return begin, begin + 1 + sum((size - 1) * stride for size, stride in steps)
 
 
 def check_shards(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
