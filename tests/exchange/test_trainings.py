@@ -348,6 +348,43 @@ def test_a_node_that_left_and_trains_elsewhere_takes_nobody_with_it(seed: int) -
     assert partner.params[0] < OLD
 
 
+@pytest.mark.parametrize("has_finished", [True, False])
+def test_a_node_that_begins_the_next_training_of_a_sweep_is_no_misfit(
+    has_finished: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "gradwire")
+    with cluster(0) as world:
+        stays = Trainer(world, 0, OLD, 200)
+        node = world.node(1)
+
+        def train() -> None:
+            share, params = exchange(node), np.full(NUMEL, OLD, np.float32)
+            for _ in range(5):
+                share.step(np.full(NUMEL, 2.0**-6, np.float32), params)
+            if has_finished:
+                share.leave(params)
+            world.close(node)
+
+        worker = world.start(node, train)
+        world.run(until=lambda: worker.is_done)
+        ahead = stays.share.next_step + 2
+        world.run(until=lambda: stays.share.next_step > ahead)
+        node = world.node(1)
+        wider = gw.Exchange(gw.Encoder(2 * NUMEL, 2.0**-6), node, min_peers=1, digest_s=0.0)
+
+        def begin() -> None:
+            with pytest.raises(gw.Mismatch):  # share() would wait for the others to end theirs
+                wider.join(np.zeros(2 * NUMEL, np.float32))
+            world.close(node)
+
+        world.start(node, begin)
+        world.run()
+    assert stays.share.next_step == 200
+    is_told = "127.0.0.1:1001 and this node (127.0.0.1:1000) do not fit" in caplog.text
+    assert is_told != has_finished
+    assert ("has finished this training, and begins another one" in caplog.text) == has_finished
+
+
 @pytest.mark.parametrize("seed", seeds(2))
 @pytest.mark.parametrize("topology", ["mesh", "sharded"])
 def test_nodes_that_restart_together_find_the_one_that_lives_before_they_begin(

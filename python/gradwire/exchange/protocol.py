@@ -747,5 +747,16 @@ class Introductions:
             here = self.peer_of(self._run).address
             text = f"{there} and this node ({here}) do not fit: {difference}"
             self.incompatible[run] = text
-            if before is None:
+            if before is None and self._begins_next(run):
+                _LOG.info(
+                    "%s has finished this training, and begins another one (%s)",
+                    self.name_of(run),
+                    difference,
+                )
+            elif before is None:
                 _LOG.warning("%s; its messages are ignored", text)
+
+    def _begins_next(self, run: NodeRun) -> bool:
+        """Return whether an earlier run of a node has finished this training: its process may be ahead in a sweep."""
+        earlier = (other for other in self._reasons if other.id == run.id and other < run)
+        return any(map(self.has_finished, earlier))
