@@ -341,6 +341,54 @@ def test_nothing_is_loaded_of_a_state_whose_parameters_cannot_be_read(damage: An
     assert not any(saved["residual"].any() for saved in again["gradwire"]["encoders"])
 
 
+@pytest.mark.parametrize("stored", [None, {}, [], -1, "x"], ids=repr)
+def test_a_state_whose_exchange_is_lost_is_not_taken_for_a_plain_optimiser_s(stored: Any) -> None:
+    _, optimizer = trained()
+    state = {**optimizer.state_dict(), "gradwire": stored}
+    resumed = share(model())
+    with pytest.raises(ValueError, match='under "gradwire"'):
+        resumed.load_state_dict(state)
+    assert not resumed.state_dict()["state"]
+
+
+def test_an_optimiser_that_refuses_its_state_is_as_it_was() -> None:
+    _, optimizer = trained()
+    state = optimizer.state_dict()
+    state["state"][2]["step"] = [1.0]
+    resumed = share(model())
+    with pytest.raises(TypeError, match="float"):
+        resumed.load_state_dict(state)
+    assert not resumed.state_dict()["state"]
+
+
+@pytest.mark.parametrize("name", ["shared", "rounded", "local", "residual"])
+def test_parameters_of_other_shapes_or_dtypes_are_refused_and_nothing_is_loaded(name: str) -> None:
+    net = model().to(torch.bfloat16)
+    optimizer = share(net)
+    for _ in range(3):
+        optimizer.zero_grad()
+        net(torch.ones(2, 20, dtype=torch.bfloat16)).square().sum().backward()
+        optimizer.step()
+    weights = copy.deepcopy(net.state_dict())
+    stored = optimizer.state_dict()
+    exchange = stored["gradwire"]
+    if name == "residual":
+        exchange["encoders"][0][name] = exchange["encoders"][0][name].bfloat16()
+    elif name == "rounded":
+        exchange[name] = ()
+    else:
+        exchange[name] = (*exchange[name][:-1], exchange["shared"][-1][None])
+    resumed = share(net_again := model().to(torch.bfloat16))
+    net_again.load_state_dict(weights)
+    before = [param.clone() for param in net_again.parameters()]
+    with pytest.raises(ValueError, match=r"nothing was loaded|zip"):
+        resumed.load_state_dict(stored)
+    again = resumed.state_dict()
+    assert not again["state"]
+    assert again["gradwire"]["step"] == 0
+    assert all(map(torch.equal, net_again.parameters(), before))
+
+
 def test_states_are_merged_for_another_number_of_nodes() -> None:
     net, optimizer = trained()
     state = optimizer.state_dict()

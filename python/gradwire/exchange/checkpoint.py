@@ -206,6 +206,14 @@ def _checked(state: dict[str, Any], replica: Replica) -> Sequence[dict[str, Any]
             raise ValueError(f"{name} has arrays of {shapes}, for {replica.groups.numel} elements")
         if nonfinite(arrays):
             raise ValueError(f"{name} is not finite")
+    velocity = [np.shape(array) for array in state["outer_velocity"]]
+    shared = [np.shape(array) for array in state["shared"]]
+    if velocity and shared and velocity != shared:
+        raise ValueError(f"outer_velocity has arrays of {velocity}, shared of {shared}")
+    for sample in state["last_updates"]:
+        values = np.asarray(sample, np.float32)
+        if values.ndim != 1 or nonfinite([values]):
+            raise ValueError(f"last_updates has {values.shape}, must be one row of finite numbers")
     try:
         checked_state(state["agreement"])
     except ValueError as error:

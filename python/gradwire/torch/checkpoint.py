@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import reprlib
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -198,10 +199,10 @@ class LoadedState:
         # Where states were merged for other nodes, the residual alone has what was written.
         flags = stored.pop("written", ()) if local is not nothing else ()
         self.written = {index: None for index, flag in enumerate(flags) if flag}
-        state = _map_leaves(stored, torch.Tensor, lambda tensor: tensor.cpu().numpy())
         bases = list(params)
         values: Values | None = None
         try:
+            state = _map_leaves(stored, torch.Tensor, lambda tensor: tensor.cpu().numpy())
             is_held = True
             if "encoders" in state:  # of a worker its leader has the rest
                 shared = [
@@ -239,10 +240,13 @@ class LoadedState:
                     for tensor, dtype in zip(own, half_dtypes, strict=True)
                     if dtype is not None
                 ]
+                if halves is nothing:
+                    halves = nothing[: len(rounded)]
                 values = (
                     [tensor.numpy() for tensor in own],
-                    [_unpack(*pair) for pair in zip(halves, rounded, strict=False)],
+                    [_unpack(*pair) for pair in zip(halves, rounded, strict=True)],
                 )
+                _check_shapes(values, params, half_dtypes)
         except (AttributeError, LookupError, RuntimeError, TypeError) as error:
             raise ValueError(
                 f"the state of the exchange cannot be read, and nothing was loaded: {error!r}"
@@ -303,6 +307,19 @@ def check_kinds(params: Sequence[Staging]) -> None:
             f"{error}, or after optimizer.close(): as it is now, it has this node's own parameters, residual included, "
             "and not those that all nodes share"
         ) from None
+
+
+def _check_shapes(
+    values: Values, params: Sequence[NDArray[Any]], half_dtypes: Sequence[torch.dtype | None]
+) -> None:
+    """Raise `ValueError` unless a node's own parameters have the shapes of the model's."""
+    whole = [param.shape for param in params]
+    halves = [shape for shape, dtype in zip(whole, half_dtypes, strict=True) if dtype is not None]
+    shapes = [tuple(value.shape) for value in (*values[0], *values[1])]
+    if shapes != [*whole, *halves]:
+        raise ValueError(
+            f"the state has parameters of shapes {shapes}, the model of {[*whole, *halves]}, and nothing was loaded"
+        )
 
 
 def _pack(values: torch.Tensor, base: torch.Tensor | None) -> Any:
@@ -376,10 +393,11 @@ def take_from(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return an optimiser's state without the exchange's, and that of the exchange, empty if there is none.
 
     Raises:
-        ValueError: there are only those of other ranks.
+        ValueError: there are only those of other ranks, or what is under the exchange's name is no state.
     """
     rest = dict(state)
-    stored: dict[str, Any] = rest.pop(KEY, {})
+    stored: Any = rest.pop(KEY, None)
+    has_stored = KEY in state
     groups = []
     others: set[str] = set()
     unsharded: Sequence[Any] = ()  # none in older checkpoints
@@ -387,6 +405,7 @@ def take_from(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         plain = dict(group)
         if _dcp_key() in plain:
             stored, *values = plain.pop(_dcp_key())
+            has_stored = True
             unsharded = values[0] if values else ()
         others.update(key for key in plain if key.partition(".")[0] == KEY)
         groups.append({key: plain[key] for key in plain if key not in others})
@@ -395,11 +414,17 @@ def take_from(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
             f"the state has the residuals of {', '.join(sorted(others))}, and none of this rank, {_dcp_key()}: resume "
             "with the number of ranks that saved it"
         )
+    # Taken for a plain optimiser's state, it would lose the residual without a word.
+    if has_stored and not (isinstance(stored, Mapping) and stored):
+        raise ValueError(
+            f'the state has {reprlib.repr(stored)} under "{KEY}", which is no state of an exchange, and nothing was '
+            "loaded: load another checkpoint"
+        )
     if unsharded:
         names = [name for group in groups for name in group["params"]]
         own = {name: value for name, value in zip(names, unsharded, strict=False) if value}
         rest["state"] = {**rest["state"], **own}
-    return {**rest, "param_groups": groups} if groups else rest, stored
+    return {**rest, "param_groups": groups} if groups else rest, stored or {}
 
 
 def _unsharded(state: dict[str, Any]) -> tuple[Any, ...]:

@@ -755,12 +755,12 @@ class SharedOptimizer(
         state = dict(state_dict)
         for prepare in list(self._optimizer_load_state_dict_pre_hooks.values()):
             state = prepare(self, state) or state
-        state, stored = take_from(state)
         if not {"state", "param_groups"} <= state.keys():
             raise ValueError(
                 "an optimiser's state has state and param_groups, this one "
                 f"{reprlib.repr(list(state))}; nothing was loaded"
             )
+        state, stored = take_from(state)
         if stored and self._has_joined:
             raise RuntimeError(
                 "this training has begun, so a state with a residual cannot be loaded any more, and nothing was: "
@@ -772,15 +772,15 @@ class SharedOptimizer(
             self._check_outside("load_state_dict")
         self._take_assigned()
         before = self.optimizer.state_dict()
-        self.optimizer.load_state_dict(state)
-        if stored:
-            loaded = LoadedState(stored)
-            try:
+        try:
+            self.optimizer.load_state_dict(state)
+            if stored:
+                loaded = LoadedState(stored)
                 self._restore(loaded)
-            except BaseException:
-                self.optimizer.load_state_dict(before)
-                raise
-            self._loaded = loaded
+                self._loaded = loaded
+        except BaseException:
+            self.optimizer.load_state_dict(before)
+            raise
         for finish in list(self._optimizer_load_state_dict_post_hooks.values()):
             finish(self)
 
