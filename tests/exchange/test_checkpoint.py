@@ -415,6 +415,36 @@ def test_damaged_values_are_refused_before_anything_is_loaded(damage: dict[str, 
         assert pickle.dumps(resumed.state_dict()) == before
 
 
+@pytest.mark.parametrize(
+    "moved", [None, 7, ["x"], [None], [np.full(3, np.nan)], [np.zeros((1, 3))]]
+)
+def test_a_leader_loads_nothing_of_a_damaged_state(moved: Any) -> None:
+    with (
+        gw.Node("127.0.0.1:0", secret=bytes(range(32))) as node,
+        gw.LocalTeam(f"damaged{os.getpid()}", size=1, rank=0) as team,
+    ):
+        lead = team.lead(gw.Exchange(gw.Encoder(6, threshold=0.5), node, min_peers=0))
+        state = lead.state_dict()
+        state["encoders"][0]["residual"][:] = 1.0
+        before = pickle.dumps(lead.state_dict())
+        with pytest.raises(ValueError, match="moved"):
+            lead.load_state_dict({**state, "moved": moved})
+        assert pickle.dumps(lead.state_dict()) == before
+        lead.load_state_dict({**state, "moved": [np.zeros(3)]})
+
+
+@pytest.mark.parametrize("number", [None, "7", -3, 1.5, True], ids=repr)
+def test_a_worker_of_a_team_loads_no_number_that_is_none(number: Any) -> None:
+    with gw.LocalTeam(f"number{os.getpid()}", size=2, rank=1) as team:
+        worker = team.follow()
+        with pytest.raises(ValueError, match="step_number must be a whole number"):
+            worker.load_state_dict({"step_number": number})
+        with pytest.raises(TypeError, match="must be a dict"):
+            worker.load_state_dict(number)
+        worker.load_state_dict({"step_number": 3})
+        assert worker.state_dict() == {"step_number": 3}
+
+
 def test_a_state_whose_arrays_became_lists_loads_nothing_or_all_of_itself() -> None:
     with gw.Node("127.0.0.1:0", secret=bytes(range(32))) as node:
 

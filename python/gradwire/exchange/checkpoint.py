@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import reprlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -26,7 +27,14 @@ from .owner import add_owner_state
 from .parameters import MomentumSum, Written, sample_left
 from .replica import Replica
 
-__all__ = ["extend_state", "load_state", "params_of", "redistribute", "state_of"]
+__all__ = [
+    "extend_state",
+    "load_state",
+    "params_of",
+    "redistribute",
+    "state_of",
+    "team_state_of",
+]
 
 _LOG = logging.getLogger(__name__)
 
@@ -164,6 +172,41 @@ def load_state(state: dict[str, Any], replica: Replica, every: int) -> None:
         )
 
 
+def team_state_of(state: Any, workers: int) -> tuple[int, list[NDArray[np.float64]]]:
+    """Return the number of the next step, and the samples of the workers' sums, in the state of a worker of a team.
+
+    Args:
+        state: of the worker.
+        workers: of the team if this worker leads it; 0: it does not.
+
+    Raises:
+        ValueError: the state is not that of a worker, or this worker leads, and the state is of another.
+        TypeError: the state is no dict.
+    """
+    if not isinstance(state, Mapping):
+        raise TypeError(f"{_WHAT} must be a dict from state_dict(), got {reprlib.repr(state)}")
+    if workers and "encoders" not in state:
+        raise ValueError(
+            f"this is local rank 0 of {workers}, and the state is of another rank, which has no residual: every rank "
+            "loads the state that it has saved"
+        )
+    # A leader's older states have none.
+    number = whole("step_number", state.get("step_number", 0 if workers else None), least=0)
+    try:
+        moved = [_checked_sample("moved", sample) for sample in state.get("moved", ())]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"moved is no list of samples: {error}") from error
+    return number, moved
+
+
+def _checked_sample(name: str, sample: Any) -> NDArray[np.float64]:
+    """Return a copy of a sample of an update; raise `ValueError` or `TypeError` for what is none."""
+    values = np.array(sample, np.float64)
+    if values.ndim != 1 or nonfinite([values]):
+        raise ValueError(f"{name} has {list(values.shape)}, must be one row of finite numbers")
+    return values
+
+
 def _check_keys(state: dict[str, Any]) -> None:
     check_format(state, _FORMAT, _WHAT)
     missing = _KEYS - state.keys()
@@ -211,9 +254,7 @@ def _checked(state: dict[str, Any], replica: Replica) -> Sequence[dict[str, Any]
     if velocity and shared and velocity != shared:
         raise ValueError(f"outer_velocity has arrays of {velocity}, shared of {shared}")
     for sample in state["last_updates"]:
-        values = np.asarray(sample, np.float32)
-        if values.ndim != 1 or nonfinite([values]):
-            raise ValueError(f"last_updates has {values.shape}, must be one row of finite numbers")
+        _checked_sample("last_updates", sample)
     try:
         checked_state(state["agreement"])
     except ValueError as error:

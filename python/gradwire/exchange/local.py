@@ -43,6 +43,7 @@ from ..shared_memory import (
 from ..state import check_range, check_seconds
 from ..transport import Peer
 from . import exchange as single
+from .checkpoint import team_state_of
 from .consistency import digest_of
 from .exchange import Exchange
 from .join import let_through
@@ -738,21 +739,17 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
         """
         if self._call is not None:
             raise RuntimeError("this exchange has begun: load the state into a new one")
+        number, moved = team_state_of(state, self.workers if self.exchange is not None else 0)
         if self.exchange is not None:
-            if "encoders" not in state:
-                raise ValueError(
-                    f"this is local rank 0 of {self.workers}, and the state is of another rank, which has no residual: "
-                    "every rank loads the state that it has saved"
-                )
             self.exchange.load_state_dict(state)
-            self._moved = [np.array(sample, np.float64) for sample in state.get("moved", ())]
+            self._moved = moved
             return
         if "encoders" in state:
             _LOG.warning(
                 "local rank %d goes on from the checkpoint of local rank 0, with that one's optimiser state",
                 self.rank,
             )
-        self._loaded_step = int(state["step_number"])
+        self._loaded_step = number
 
     @single.one_at_a_time
     def _call_together(
