@@ -209,6 +209,22 @@ def test_fewer_workers_go_on_where_more_stopped() -> None:
     np.testing.assert_allclose(second[0][0] - start + kept, put_in, atol=1e-4)
 
 
+@pytest.mark.parametrize("merges", [False, True])
+def test_fewer_nodes_without_the_residuals_of_the_others_say_so(
+    merges: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = train(range(6), {}, [None, None, None])
+    params = first[0][0]
+    states = [state for _, state in first]
+    assert [state["nodes"] for state in states] == [3, 3, 3]
+    if merges:
+        states = redistribute(states, 2)
+    second = train(range(6, 9), {}, [(params, state) for state in states[:2]])
+    assert [state["nodes"] for _, state in second] == [2, 2]
+    text = "3 nodes have saved the checkpoint, and 2 begin with it: the residuals of the others are"
+    assert caplog.text.count(text) == (0 if merges else 2)
+
+
 def test_states_that_do_not_belong_together_are_refused() -> None:
     good = states_of([[0.0], [0.0]])
     for bad, complaint in (
@@ -396,6 +412,8 @@ def test_a_state_that_lacks_something_is_refused() -> None:
         {"encoders": [None]},
         {"tensors": 3},
         {"training": 5},
+        {"nodes": -1},
+        {"nodes": "x"},
     ],
     ids=str,
 )

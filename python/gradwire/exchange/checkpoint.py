@@ -255,6 +255,7 @@ def _checked(state: dict[str, Any], replica: Replica) -> Sequence[dict[str, Any]
         raise ValueError(f"outer_velocity has arrays of {velocity}, shared of {shared}")
     for sample in state["last_updates"]:
         _checked_sample("last_updates", sample)
+    check_range("nodes", state.get("nodes", 0), 0, 2**31)  # older states have none
     try:
         checked_state(state["agreement"])
     except ValueError as error:
@@ -400,7 +401,10 @@ def redistribute(
     factor = world_size / len(states) if reduction == "mean" else 1.0
     weight = len(states) if reduction == "mean" else 1
     return [
-        _merged(states[rank % len(states)], states[rank::world_size], factor, weight)
+        {
+            **_merged(states[rank % len(states)], states[rank::world_size], factor, weight),
+            "nodes": world_size,
+        }
         for rank in range(world_size)
     ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import reprlib
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from .options import ExchangeOptions
 
 __all__ = ["Exchange", "check_state", "hand_over", "one_at_a_time", "take_over"]
+
+_LOG = logging.getLogger(__name__)
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -145,6 +148,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
         self._step = parts.step
         self._stats = ExchangeStats(codec=checked.codec)
         self._optimizer_state: NodeState = NO_STATE  # of the last step, for newcomers
+        self._saved_nodes = 0  # that have saved the checkpoint which was loaded; 0: unknown, or the training has begun
         self._meter = Meter(checked, groups, self._replica.residuals_on_host)
         self.listeners: list[Listener] = self._meter.listeners
         serve_snapshot(self)
@@ -525,7 +529,8 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
         the ``params`` of ``step_moved``, ``apply_residual`` makes the residual their difference to the shared ones.
         """
         state = checkpoint.state_of(self._replica, self._membership.introductions.training, params)
-        return {**state, "step_number": resume_number(self)}
+        nodes = self._saved_nodes or len(self._membership.peers) + 1
+        return {**state, "step_number": resume_number(self), "nodes": nodes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``, before the first step.
@@ -537,6 +542,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
         if self._membership.phase is not Phase.NEW:
             raise RuntimeError("this exchange has begun: load the state into a new one")
         checkpoint.load_state(state, self._replica, self._options.every)
+        self._saved_nodes = int(state.get("nodes", 0))  # older states have none
         self._start.load_training(state["training"])
 
 
@@ -581,12 +587,29 @@ def _become_member(
         exchange._join.ensure_member(params, state)
         # All members may be gone before this node is one, without a training that others go on with.
         if exchange._membership.phase is not Phase.NEW:
+            if not is_late:
+                _tell_missing(exchange)
             return Joined(
                 step=exchange.next_step,
                 is_late=is_late,
                 members=exchange.members,
                 is_replaced=replica.replacements > replacements,
             )
+
+
+def _tell_missing(exchange: Exchange) -> None:
+    """Warn of residuals that are lost where fewer nodes begin than have saved the checkpoint."""
+    nodes = len(exchange._membership.peers) + 1
+    saved_nodes = exchange._saved_nodes
+    exchange._saved_nodes = 0
+    if nodes < saved_nodes:
+        _LOG.warning(
+            "%d nodes have saved the checkpoint, and %d begin with it: the residuals of the others are missing, unless "
+            "they come later with their own files; gw.exchange.redistribute(states, %d) keeps them",
+            saved_nodes,
+            nodes,
+            nodes,
+        )
 
 
 def _wait_before_exchange(exchange: Exchange, params: Any) -> None:
@@ -711,6 +734,7 @@ def take_over(exchange: Exchange, before: Exchange, params: Sequence[Any], added
     weight = nodes if before._options.reduction == "mean" else 1
     state = checkpoint.extend_state(before.state_dict(), exchange._groups, params, added, weight)
     exchange.load_state_dict(state)
+    exchange._saved_nodes = 0  # it begins with those that are there
     exchange._start.follow(before._start, before._membership.members)
     before._membership.enter(Phase.LEAVING)  # nothing is left to say for it
 
