@@ -148,7 +148,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
         self._step = parts.step
         self._stats = ExchangeStats(codec=checked.codec)
         self._optimizer_state: NodeState = NO_STATE  # of the last step, for newcomers
-        self._saved_nodes = 0  # that have saved the checkpoint which was loaded; 0: unknown, or the training has begun
+        self._saved_nodes = 0  # that have saved the checkpoint which was loaded; 0: unknown
         self._meter = Meter(checked, groups, self._replica.residuals_on_host)
         self.listeners: list[Listener] = self._meter.listeners
         serve_snapshot(self)
@@ -259,6 +259,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
         """
         if self._membership.phase is Phase.NEW:
             self._start.wait_for_peers()
+            _tell_missing(self)
         return self.members
 
     @one_at_a_time
@@ -529,8 +530,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
         the ``params`` of ``step_moved``, ``apply_residual`` makes the residual their difference to the shared ones.
         """
         state = checkpoint.state_of(self._replica, self._membership.introductions.training, params)
-        nodes = self._saved_nodes or len(self._membership.peers) + 1
-        return {**state, "step_number": resume_number(self), "nodes": nodes}
+        return {**state, "step_number": resume_number(self), "nodes": _count_nodes(self)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``, before the first step.
@@ -587,8 +587,6 @@ def _become_member(
         exchange._join.ensure_member(params, state)
         # All members may be gone before this node is one, without a training that others go on with.
         if exchange._membership.phase is not Phase.NEW:
-            if not is_late:
-                _tell_missing(exchange)
             return Joined(
                 step=exchange.next_step,
                 is_late=is_late,
@@ -597,16 +595,20 @@ def _become_member(
             )
 
 
+def _count_nodes(exchange: Exchange) -> int:
+    """Return the number of nodes of the training, before the first step that of the checkpoint, 0 without one."""
+    membership = exchange._membership
+    return exchange._saved_nodes if membership.phase is Phase.NEW else len(membership.peers) + 1
+
+
 def _tell_missing(exchange: Exchange) -> None:
     """Warn of residuals that are lost where fewer nodes begin than have saved the checkpoint."""
-    nodes = len(exchange._membership.peers) + 1
-    saved_nodes = exchange._saved_nodes
-    exchange._saved_nodes = 0
-    if nodes < saved_nodes:
+    nodes = _count_nodes(exchange)
+    if exchange._membership.phase is Phase.IN and nodes < exchange._saved_nodes:
         _LOG.warning(
             "%d nodes have saved the checkpoint, and %d begin with it: the residuals of the others are missing, unless "
             "they come later with their own files; gw.exchange.redistribute(states, %d) keeps them",
-            saved_nodes,
+            exchange._saved_nodes,
             nodes,
             nodes,
         )
