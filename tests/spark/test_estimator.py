@@ -628,7 +628,8 @@ def test_a_loss_that_is_not_finite_ends_training(rows: Any) -> None:
 
 def test_what_the_model_cannot_take_is_told_with_shapes_and_types(rows: Any) -> None:
     with pytest.raises(
-        gw.GradwireError, match=r"features torch.float32 \(16, 4\), label torch.float32"
+        gw.GradwireError,
+        match=r"features torch.float32 \(16, 4\), label torch.float32.*cast their column to int",
     ):
         make_estimator().fit(rows.selectExpr("features", "double(label) label"))
 

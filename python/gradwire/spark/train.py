@@ -222,6 +222,7 @@ class ModelReplica:
         """Return the mean loss of a batch, weighted if the rows have weights."""
         labels = rows[LABEL]
         weights = rows.get(WEIGHT)
+        outputs = None
         try:
             outputs = self.model(rows[FEATURES])
             if outputs.dim() == labels.dim() + 1 and outputs.shape[-1] == 1:
@@ -231,9 +232,12 @@ class ModelReplica:
             values = _made("loss", self.loss(outputs, labels), torch.Tensor)
         except Exception as error:
             batch = [f"{name} {rows[name].dtype} {tuple(rows[name].shape)}" for name in rows]
-            raise GradwireError(
-                f"model or loss failed with a batch of {', '.join(batch)}: {one_line(error)}"
-            ) from error
+            text = f"model or loss failed with a batch of {', '.join(batch)}: {one_line(error)}"
+            # Several outputs and one number per row may be classes, which StringIndexer gives as doubles.
+            has_classes = isinstance(outputs, torch.Tensor) and outputs.dim() > labels.dim() == 1
+            if has_classes and labels.is_floating_point():
+                text += "; if the labels are classes, cast their column to int"
+            raise GradwireError(text) from error
         if weights is None:
             return values.mean()
         if values.dim() == 0:
