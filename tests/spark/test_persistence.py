@@ -276,6 +276,21 @@ def test_what_cannot_be_saved_does_not_cost_what_it_would_overwrite(
         assert TorchModel.load(path).state == model.state
 
 
+@pytest.mark.usefixtures("session")
+def test_with_spark_connect_an_earlier_save_is_not_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gradwire.spark import TorchModel
+
+    path = f"{tmp_path}/model"
+    model = make_model(lambda: torch.nn.Linear(4, 3))
+    model.save(path)
+    monkeypatch.setattr("gradwire.spark.persistence.is_connect", lambda _: True)
+    with pytest.raises(ValueError, match=rf"cannot overwrite what is saved in {path}: save to"):
+        model.write().overwrite().save(path)
+    assert TorchModel.load(path).state == model.state
+
+
 @pytest.fixture(scope="module")
 def saved(session: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("saved") / "model"

@@ -34,6 +34,7 @@ from ..policy import (
 )
 from ..transport import Limits
 from .checkpoints import pack, unpack
+from .session import is_connect
 from .strategies import ParameterAveraging, SharedTraining
 from .tasks import pieces_of
 
@@ -141,6 +142,10 @@ class _Writer(MLWriter):
         """Write the files; what cannot be saved is an error before `overwrite` removes those of an earlier save."""
         instance = self._instance
         instance.check_code()
+        if self.shouldOverwrite and is_connect(self.sparkSession):
+            raise ValueError(
+                f"Spark Connect cannot overwrite what is saved in {path}: save to another folder, or remove it first"
+            )
         self._plain: dict[str, Any] = {}
         code: dict[str, Any] = {}
         for param, value in instance._paramMap.items():
