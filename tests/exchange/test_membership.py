@@ -737,7 +737,14 @@ def test_a_node_that_both_parts_of_a_split_network_admit_takes_part_in_one() -> 
     assert_identical(trainers)
 
 
-def test_with_a_majority_as_min_members_only_one_part_of_a_split_network_goes_on() -> None:
+@pytest.mark.parametrize("seed", seeds(4))
+@pytest.mark.parametrize("topology", ["mesh", "sharded"])
+@pytest.mark.parametrize("hears_nothing", [False, True])
+def test_with_a_majority_as_min_members_only_one_part_of_a_split_network_goes_on(
+    hears_nothing: bool, topology: str, seed: int
+) -> None:
+    """Also where the part that stops still reaches the others: it gives them up, and tells them."""
+
     class Waiting(Trainer):
         """Stops at `PeerLost`, and comes back when the network is whole."""
 
@@ -752,15 +759,17 @@ def test_with_a_majority_as_min_members_only_one_part_of_a_split_network_goes_on
                 self.share.resync(self.params)
                 super().train()
 
-    with cluster(1) as world:
-        trainers = [
-            Waiting(world, node_id, 60, min_peers=2, min_members=2) for node_id in (10, 20, 30)
-        ]
+    with cluster(seed) as world:
+        how = {"topology": topology, "min_peers": 2, "min_members": 2}
+        trainers = [Waiting(world, node_id, 60, **how) for node_id in (10, 20, 30)]
         alone, *majority = trainers
         for each in trainers:
             each.pause = dict.fromkeys(range(8, 60), 0.5)
         for each in majority:
-            world.plan(200, lambda m=each: world.cut(alone.node, m.node))
+            if hears_nothing:
+                world.plan(200, lambda m=each: drop(world, m.node, [alone.node]))
+            else:
+                world.plan(200, lambda m=each: world.cut(alone.node, m.node))
             world.plan(300, lambda m=each: world.connect(alone.node, m.node))
         world.run()
     assert alone.error.startswith("1 of at least 2 members are left: ")

@@ -189,23 +189,23 @@ class Departure:
         can_wait = self._is_sync and membership.phase is Phase.IN and not self.unsettled
         gone = [
             run
-            for run in sorted(lost)
-            if run not in membership.departing
-            and not (can_wait and step in membership.members[run])
+            for run in sorted(lost - membership.departing.keys())
+            if not (can_wait and step in membership.members[run])
         ]
         if gone:
             self.suspect(gone, "is lost")
 
-    def rejoin_if_dropped(self, lost: Iterable[NodeRun]) -> bool:
-        """Join again if one of these members has given this node up, and return whether that is so.
+    def rejoin_if_dropped(self, lost: set[NodeRun]) -> bool:
+        """Join again if members have given this node up, and return whether that is so.
 
-        A process that stood still is the one that was lost: the others go on without it, or have ended. If it went on
-        alone, it would end with parameters of its own.
+        A process that stood still is the one that was lost: the others go on without it, or have ended. Of members that
+        are no more than those still connected, it is they who hear nothing.
         """
         membership = self._membership
-        candidates = set(lost) - membership.departing.keys()
-        dropping = sorted(filter(self._introductions.has_dropped, candidates))
-        if not dropping or membership.phase not in (Phase.IN, Phase.READY):
+        dropping = sorted(filter(self._introductions.has_dropped, lost))
+        is_left = len(set(membership.peers) - membership.broken - lost) >= len(dropping)
+        is_out = membership.phase not in (Phase.IN, Phase.READY)
+        if is_left or is_out or membership.departing.keys() >= lost:
             return False
         self.rejoin(f"{self._introductions.describe(dropping)} {DROPPED}")
         return True
