@@ -71,6 +71,18 @@ def _is_enough(join: Join) -> bool:
     return workers >= join._options.min_members
 
 
+def _describe_too_few(join: Join) -> str:
+    """Say why none of the nodes that wait for a member goes on for the others to join; empty if one may."""
+    waiting = sorted(join._introductions.compatible(Phase.JOINING))
+    if not waiting or join._introductions.compatible(Phase.IN) or _is_enough(join):
+        return ""
+    return (
+        f"{join._introductions.describe(waiting)} and this node see no member, and none of them goes on alone, because "
+        f"a step needs {join._options.min_members} (min_members): if no member is left, start all nodes from "
+        "checkpoints"
+    )
+
+
 class Join:
     """Makes this node a member, and serves the nodes that come later.
 
@@ -324,7 +336,7 @@ class Join:
             pace.watch([stream.received for stream in membership.others.values()])
             step_s = max([pace.longest_s, *(hello.step_s for hello in hellos)])
             wait.allow(self._options.timeout_s + _SILENT_STEPS * step_s)
-            obstacle = self._trainings.describe_obstacle()
+            obstacle = self._trainings.describe_obstacle() or _describe_too_few(self)
             marker = (self._recipient.received_bytes, self._replica.step, membership.phase)
             # Where members end meanwhile, nothing stands in the way any more, and yet it is why this node is not in.
             if obstacle or marker != since:
