@@ -197,16 +197,18 @@ def test_a_size_that_is_refused_is_logged_once_with_the_remedy(
 
 
 @pytest.mark.parametrize("error", [errno.ENOBUFS, errno.EPERM, errno.ENETUNREACH])
-def test_other_errors_lose_a_burst_and_are_counted(
-    driver: Driver, endpoint: Batches, error: int
+def test_other_errors_lose_a_burst_are_counted_and_logged_once(
+    driver: Driver, endpoint: Batches, error: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    RuledSocket(driver, lambda call, *_: error if call == 1 else 0)
-    endpoint.send(
-        driver, transmit(driver.address, bytes(3 * SEGMENT)), transmit(driver.address, b"x")
-    )
+    """As where this node's address or route is gone: without a word its peers seem to be silent."""
+    RuledSocket(driver, lambda call, *_: error if call <= 2 else 0)
+    burst = transmit(driver.address, bytes(3 * SEGMENT))
+    endpoint.send(driver, burst, burst, transmit(driver.address, b"x"))
     driver.receive(endpoint)
     assert [batch for batch, *_ in endpoint.taken] == [b"x"]
-    assert driver.stats().errors == 1
+    assert driver.stats().errors == 2
+    [warning] = caplog.messages
+    assert warning.endswith(f":{driver.address[1]}: {os.strerror(error)}")
 
 
 def test_a_host_that_is_no_address_costs_only_its_datagram(

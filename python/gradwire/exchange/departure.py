@@ -198,8 +198,8 @@ class Departure:
     def rejoin_if_dropped(self, lost: set[NodeRun]) -> bool:
         """Join again if members have given this node up, and return whether that is so.
 
-        A process that stood still is the one that was lost: the others go on without it, or have ended. Of members that
-        are no more than those still connected, it is they who hear nothing.
+        A process that stood still is the one that was lost: the others go on without it, or have ended. But members
+        that give it up where at least as many stay connected hear nothing themselves, and go.
         """
         membership = self._membership
         dropping = sorted(filter(self._introductions.has_dropped, lost))

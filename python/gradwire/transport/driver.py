@@ -39,7 +39,7 @@ SENDS_PER_PUMP: Final = 8
 IDLE_WAIT_S: Final = 1.0
 GSO_REFUSED: Final = {errno.EIO, errno.EINVAL, errno.EMSGSIZE, errno.EOPNOTSUPP, errno.ENOPROTOOPT}
 TRY_LATER: Final = frozenset({errno.EAGAIN, errno.EWOULDBLOCK, errno.EINTR})
-SIZE_REMEDY: Final = "lower Limits(datagram_bytes=...) to the MTU less 44 bytes (IPv4) or 64 (IPv6)"
+SIZE_REMEDY: Final = ": lower Limits(datagram_bytes=...) to the MTU less 44 bytes (IPv6: 64)"
 now_s = time.monotonic
 
 
@@ -73,7 +73,7 @@ class Driver:
         self._buffer = bytearray(RECEIVE_BUFFER_BYTES)
         self._view = memoryview(self._buffer).toreadonly()
         self.unsent: deque[Transmit] = deque()  # waits for space in the socket's buffer
-        self._has_logged_size = False
+        self._logged: set[int | None] = set()  # the errors of datagrams that were refused
 
     def _configure(self, family: socket.AddressFamily, offload: bool) -> None:
         options = [
@@ -132,8 +132,7 @@ class Driver:
             due_s = endpoint.next_timeout_s(time_s)
             if not self._send_unsent() or due_s is None or due_s > time_s:
                 break
-        idle_s = now_s() + IDLE_WAIT_S
-        return idle_s if due_s is None else min(due_s, idle_s)
+        return min(now_s() + IDLE_WAIT_S, float("inf") if due_s is None else due_s)
 
     def _send_unsent(self) -> bool:
         """Send the queued datagrams in order; return False if the socket's buffer is full."""
@@ -153,9 +152,9 @@ class Driver:
                 if error.errno in TRY_LATER:
                     return False
                 self._errors += 1  # no route, a firewall: to the protocol a loss like any other
-                if error.errno in ([errno.EMSGSIZE] if is_single else GSO_REFUSED):
-                    self._log_refusal(transmit, error, is_single=is_single)
-                if is_single or error.errno not in GSO_REFUSED:
+                is_lost = is_single or error.errno not in GSO_REFUSED
+                self._log_refusal(transmit, error, is_lost=is_lost)
+                if is_lost:
                     return True
                 self.has_gso = False
         self.unsent.popleft()
@@ -167,13 +166,14 @@ class Driver:
         self.unsent.extendleft(reversed(datagrams))
         return self._send(self.unsent[0])
 
-    def _log_refusal(self, transmit: Transmit, error: OSError, *, is_single: bool) -> None:
-        if not is_single or not self._has_logged_size:
-            self._has_logged_size = is_single
-            what = "the system refused" if is_single else "UDP GSO was refused: sending one by one"
+    def _log_refusal(self, transmit: Transmit, error: OSError, *, is_lost: bool) -> None:
+        if not is_lost or error.errno not in self._logged:
+            self._logged.add(error.errno if is_lost else None)
+            what = "the system refused" if is_lost else "UDP GSO was refused: sending one by one"
             nbytes = min(len(transmit.slices[0]), transmit.segment_bytes)
-            target = f"{format_address(transmit.address)} ({error.strerror}): {SIZE_REMEDY}"
-            logger.warning("%s datagrams of %d bytes to %s", what, nbytes, target)
+            why = f"{error.strerror}{SIZE_REMEDY if error.errno in GSO_REFUSED else ''}"
+            target = format_address(transmit.address)
+            logger.warning("%s datagrams of %d bytes to %s: %s", what, nbytes, target, why)
 
     def wake(self) -> None:
         """End the current `wait`, or the next one if there is none; any thread may call it."""
