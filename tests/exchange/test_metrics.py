@@ -662,9 +662,11 @@ def test_the_slowest_peer_is_named() -> None:
     assert {result.slowest.id for result in one if result.slowest} <= {20}
 
 
-def test_whoever_waits_for_a_slow_node_is_not_told_that_messages_are_the_cause(
+def test_whoever_waits_for_a_node_is_told_of_long_steps_and_of_slow_links(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """Messages over a slow link come as late as those of a node that computes for longer."""
+
     def work(node: FakeNode, rank: int) -> None:
         share = gw.Exchange(gw.Encoder(4, 0.5), node, min_peers=1, mode="async")  # type: ignore[arg-type]
         for _ in range(60):
@@ -674,6 +676,7 @@ def test_whoever_waits_for_a_slow_node_is_not_told_that_messages_are_the_cause(
     run_cluster(work, count=2, seed=3)
     [text] = [text for text in caplog.messages if text.startswith("gradwire takes")]
     assert text.endswith(
-        "127.0.0.1:1020 is slower, and this node may be 8 steps ahead (max_staleness): smaller batches there make its "
-        "steps as long as those here"
+        "127.0.0.1:1020 is behind, and this node may be 8 steps ahead (max_staleness): if it computes for longer, "
+        "smaller batches there make its steps as long as those here; if a link is slow, every=4 exchanges a quarter as "
+        "often"
     )

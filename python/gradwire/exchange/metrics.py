@@ -183,9 +183,11 @@ class Meter:
         elif wait_s < ours_s / 2.0:
             remedies.append("threads= of an Encoder of your own shares the passes over the data")
         elif self.slowest is not None and not options.is_sync:
+            # Messages over a slow link come as late as those of a node that computes for longer.
             remedies = [
-                f"{self.slowest.address} is slower, and this node may be {options.max_staleness} steps ahead "
-                "(max_staleness): smaller batches there make its steps as long as those here"
+                f"{self.slowest.address} is behind, and this node may be {options.max_staleness} steps ahead "
+                "(max_staleness): if it computes for longer, smaller batches there make its steps as long as those "
+                f"here; if a link is slow, {remedies[0]}"
             ]
         else:
             remedies.append("`gradwire top` shows whether one node holds up the others")
