@@ -171,9 +171,9 @@ class Driver:
             self._logged.add(error.errno if is_lost else None)
             what = "the system refused" if is_lost else "UDP GSO was refused: sending one by one"
             nbytes = min(len(transmit.slices[0]), transmit.segment_bytes)
-            why = f"{error.strerror}{SIZE_REMEDY if error.errno in GSO_REFUSED else ''}"
-            target = format_address(transmit.address)
-            logger.warning("%s datagrams of %d bytes to %s: %s", what, nbytes, target, why)
+            remedy = "" if is_lost and error.errno != errno.EMSGSIZE else SIZE_REMEDY
+            target = f"{format_address(transmit.address)}: {error.strerror}{remedy}"
+            logger.warning("%s datagrams of %d bytes to %s", what, nbytes, target)
 
     def wake(self) -> None:
         """End the current `wait`, or the next one if there is none; any thread may call it."""
