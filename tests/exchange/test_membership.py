@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 from typing import Any
@@ -737,6 +738,23 @@ def test_a_node_that_both_parts_of_a_split_network_admit_takes_part_in_one() -> 
     assert_identical(trainers)
 
 
+class Waiting(Trainer):
+    """Stops at `PeerLost`, and comes back when the network is whole."""
+
+    error = ""
+
+    def train(self) -> None:
+        try:
+            super().train()
+        except gw.PeerLost as error:
+            self.error = str(error)
+            self.world.compute(self.node, 10.0)
+            self.share.resync(self.params)
+            # The last one of asynchronous nodes is alone when the others have ended.
+            with contextlib.suppress(gw.PeerLost):
+                super().train()
+
+
 @pytest.mark.parametrize("seed", seeds(4))
 @pytest.mark.parametrize("topology", ["mesh", "sharded"])
 @pytest.mark.parametrize("hears_nothing", [False, True])
@@ -744,21 +762,6 @@ def test_with_a_majority_as_min_members_only_one_part_of_a_split_network_goes_on
     hears_nothing: bool, topology: str, seed: int
 ) -> None:
     """Also where the part that stops still reaches the others: it gives them up, and tells them."""
-
-    class Waiting(Trainer):
-        """Stops at `PeerLost`, and comes back when the network is whole."""
-
-        error = ""
-
-        def train(self) -> None:
-            try:
-                super().train()
-            except gw.PeerLost as error:
-                self.error = str(error)
-                self.world.compute(self.node, 10.0)
-                self.share.resync(self.params)
-                super().train()
-
     with cluster(seed) as world:
         how = {"topology": topology, "min_peers": 2, "min_members": 2}
         trainers = [Waiting(world, node_id, 60, **how) for node_id in (10, 20, 30)]
@@ -777,6 +780,36 @@ def test_with_a_majority_as_min_members_only_one_part_of_a_split_network_goes_on
     assert_identical(trainers)
     joined = [peer for result in majority[0].results for peer in result.joined]
     assert joined == [alone.node.peer]
+
+
+@pytest.mark.parametrize("seed", seeds(4))
+@pytest.mark.parametrize("how", [{"topology": "mesh"}, {"topology": "sharded"}, {"mode": "async"}])
+@pytest.mark.parametrize("min_members", [2, 3])
+@pytest.mark.parametrize("is_one_killed", [False, True])
+def test_nodes_that_were_all_apart_go_on_together_if_they_are_enough(
+    is_one_killed: bool, min_members: int, how: dict[str, Any], seed: int
+) -> None:
+    with cluster(seed) as world:
+        how = {**how, "min_peers": 2, "min_members": min_members}
+        trainers = [Waiting(world, node_id, 60, **how) for node_id in (10, 20, 30)]
+        for each in trainers:
+            each.pause = dict.fromkeys(range(8, 60), 0.5)
+        lives = trainers[is_one_killed:]
+        for one, other in itertools.combinations(trainers, 2):
+            world.plan(200, lambda a=one, b=other: world.cut(a.node, b.node))
+        for one, other in itertools.combinations(lives, 2):
+            world.plan(300, lambda a=one, b=other: world.connect(a.node, b.node))
+        if is_one_killed:
+            world.plan(250, lambda: world.kill(trainers[0].node))
+        if is_one_killed and min_members == 3:
+            with pytest.raises(TimeoutError, match=r"are fewer than the 3 that a step needs"):
+                world.run()
+            return
+        world.run()
+    assert all(each.error.startswith("1 of at least ") for each in lives)
+    if "mode" not in how:
+        assert_identical(lives)
+    assert all(each.share.next_step >= 50 for each in lives)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -480,9 +480,10 @@ def test_a_node_that_resyncs_while_all_other_members_die_goes_on_for_newcomers(
     ]
 
 
-def test_if_all_resync_at_once_no_node_goes_on_with_fewer_than_min_members() -> None:
-    with pytest.raises(TimeoutError, match=r"from 0 members .* a step needs 2 \(min_members\)"):
-        resync_all(0, {"min_members": 2})
+@histories
+@pytest.mark.parametrize("how", [{}, {"topology": "mesh"}, ASYNC_MESH], ids=str)
+def test_if_all_resync_at_once_they_are_as_many_as_min_members(seed: int, how: Any) -> None:
+    assert_identical(resync_all(seed, {**how, "min_members": 3}))
 
 
 @histories

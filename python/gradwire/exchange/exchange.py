@@ -22,7 +22,7 @@ from . import checkpoint
 from .consistency import Consistency
 from .departure import Departure, Trainings
 from .groups import Group, Groups, physical_bytes
-from .join import Join, held_back
+from .join import Join, check_members, held_back
 from .membership import STEPS_AHEAD_MAX, Membership, Router
 from .metrics import Listener, Meter, metrics_snapshot, serve_snapshot
 from .notes import Notes
@@ -288,12 +288,13 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
     def resync(self, params: Any, optimizer_state: OptimizerState = ()) -> Joined:
         """Take parameters, step and optimiser's state from a member again: after `Diverged`, or after a long pause.
 
-        Unsent updates stay in the residual. The others go on meanwhile. A node that trains alone goes on as it is.
+        Unsent updates stay in the residual. The others go on meanwhile. A node that may train alone goes on as it is.
 
         Args, Raises: as ``join``.
         """
         has_others = self._membership.peers or self._membership.introductions.interrupted
-        if self._membership.phase is Phase.IN and has_others:
+        is_short = self.total_workers < self._options.min_members
+        if self._membership.phase is Phase.IN and (has_others or is_short):
             self._departure.rejoin("resync")
         return _enter(self, params, optimizer_state)
 
@@ -488,7 +489,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
             _become_member(self, params, self._optimizer_state)
         # To finish a step takes no further one: the others may have ended after it.
         if sends and self._options.min_members > 1:
-            self._departure.check_members(self._options.min_members)
+            check_members(self._join)
         # An overlapped step is finished as late as allowed, so that its messages have the longest time to arrive.
         if self._replica.local_steps + 1 < self._options.overlap:
             return None

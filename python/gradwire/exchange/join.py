@@ -31,7 +31,7 @@ from .replica import Replica, add_to_exported, drop_outdated
 from .results import Pace
 from .snapshot import Donor, NodeState, Recipient, Snapshot
 
-__all__ = ["Join", "held_back", "let_through"]
+__all__ = ["Join", "check_members", "held_back", "let_through"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -65,10 +65,23 @@ def _tell_step(ensure_member: Callable[..., None]) -> Callable[..., None]:
     return told
 
 
+def check_members(join: Join) -> None:
+    """Raise `PeerLost` if fewer members are left than a step needs; every worker of a team counts.
+
+    Where no member was left and nodes join again, they come in with steps, of which the first ones have fewer.
+    """
+    if not (join._is_early and _is_enough(join)):
+        join._departure.check_members(join._options.min_members)
+        join._is_early = False
+
+
 def _is_enough(join: Join) -> bool:
-    """Return whether this node's workers alone are as many as a step needs."""
-    workers, _ = join._membership.teams[0]
-    return workers >= join._options.min_members
+    """Return whether the workers of the members, and of nodes about to be members, are as many as a step needs."""
+    introductions = join._introductions
+    joining = [*introductions.compatible(Phase.JOINING), *introductions.compatible(Phase.READY)]
+    others = set(joining) - set(join._membership.peers)
+    teams = [*join._membership.teams, *(introductions.teams[run] for run in others)]
+    return sum(workers for workers, _ in teams) >= join._options.min_members
 
 
 def _describe_too_few(join: Join) -> str:
@@ -77,9 +90,9 @@ def _describe_too_few(join: Join) -> str:
     if not waiting or join._introductions.compatible(Phase.IN) or _is_enough(join):
         return ""
     return (
-        f"{join._introductions.describe(waiting)} and this node see no member, and none of them goes on alone, because "
-        f"a step needs {join._options.min_members} (min_members): if no member is left, start all nodes from "
-        "checkpoints"
+        f"{join._introductions.describe(waiting)} and this node see no member, and are fewer than the "
+        f"{join._options.min_members} that a step needs (min_members): if the others do not come back, start all nodes "
+        "from checkpoints"
     )
 
 
@@ -106,7 +119,6 @@ class Join:
         on_follow: Callable[[Any], None],
     ) -> None:
         self._options = options
-        self._is_async = not options.is_sync
         self._membership = membership
         self._introductions = membership.introductions
         self._notes = notes
@@ -116,6 +128,7 @@ class Join:
         self._replica = replica
         self._on_load = on_load
         self._on_follow = on_follow
+        self._is_early = False  # came in late, and there have not been ``min_members`` since
         step_bytes = replica.groups.max_payload_bytes(options.codec)
         peer_of = self._introductions.peer_of
         self._donor = Donor(router.node, self._introductions, step_bytes, departure.supply)
@@ -133,7 +146,7 @@ class Join:
             self._departure.settle()
         if self._membership.phase in (Phase.NEW, Phase.JOINING):
             self._trainings.tell_members()
-        elif self._is_async:
+        elif self._options.mode == "async":
             self._trainings.give_way_to_unseen()
         if self._introductions.superseded:
             raise Mismatch(self._introductions.superseded)
@@ -400,7 +413,6 @@ class Join:
         """Ask for a snapshot, or load the one that has arrived."""
         members = self._trainings.joinable()
         self._recipient.drop(self._recipient.donors - members.keys())
-        # With ``min_members`` no step is taken alone.
         if _is_enough(self) and self._trainings.has_to_resume(members):
             self._resume(params, optimizer_state)
         elif not self._recipient.is_asked:
@@ -467,7 +479,7 @@ class Join:
             able = [*able[place:], *able[:place]]
             layout = self._replica.state_layout(params)
             steps = _steps_to_go_on(self._recipient, self._membership, first_direct)
-            step = None if self._is_async else _step_ahead(self._membership, members, self._options)
+            step = _step_ahead(self._membership, members, self._options)
             goes_on = steps is not None
             self._recipient.request(able, steps or first_direct, layout, step=step, goes_on=goes_on)
             self._membership.forget_reports()
@@ -507,6 +519,7 @@ class Join:
 
     def _adopt(self, snapshot: Snapshot, positions: dict[NodeRun, int]) -> None:
         """Let the membership continue from a snapshot, with the members' updates from ``positions`` on."""
+        self._is_early = True
         self._membership.follow_snapshot(
             positions,
             snapshot.finals,
@@ -585,8 +598,12 @@ def _first_received(membership: Membership, run: NodeRun) -> int | None:
     return None if stream is None else stream.first_received
 
 
-def _step_ahead(membership: Membership, members: Mapping[NodeRun, Hello], options: Options) -> int:
-    """Return a step that no member has reached when it gets a request that leaves now."""
+def _step_ahead(
+    membership: Membership, members: Mapping[NodeRun, Hello], options: Options
+) -> int | None:
+    """Return a step that no member has reached when it gets a request that leaves now; None for asynchronous ones."""
+    if not options.is_sync:
+        return None
     longest_s = max((hello.step_s for hello in members.values()), default=0.0)
     ahead = min(_REQUEST_S / longest_s if longest_s > 0.0 else 1.0, _STEPS_AHEAD_MAX)
     # Members answer between two exchanges as well where these are local steps apart.
