@@ -15,6 +15,7 @@ from .policy import PolicyState, Supply, as_number, round_threshold
 
 __all__ = [
     "EncoderState",
+    "check_dict",
     "check_flag",
     "check_format",
     "check_node",
@@ -37,10 +38,15 @@ def check_format(state: dict[str, Any], known: int, name: str = "state") -> None
         ValueError: the state has another format, or none.
         TypeError: it is no dict.
     """
-    if not isinstance(state, Mapping):
-        raise TypeError(f"{name} must be a dict from state_dict(), got {reprlib.repr(state)}")
+    check_dict(state, name)
     if state.get("format") != known:
         raise ValueError(f"{name} has format {state.get('format')!r}, this gradwire reads {known}")
+
+
+def check_dict(state: Any, name: str) -> None:
+    """Raise `TypeError` for a state that is no dict."""
+    if not isinstance(state, Mapping):
+        raise TypeError(f"{name} must be a dict from state_dict(), got {reprlib.repr(state)}")
 
 
 def check_range(name: str, value: int, least: int, most: int) -> int:

@@ -333,7 +333,7 @@ def test_nothing_is_loaded_of_a_state_whose_parameters_cannot_be_read(damage: An
         state["gradwire"] |= damage
     resumed = share(net_again := model())
     net_again.load_state_dict(weights)
-    with pytest.raises(ValueError, match=r"nothing was loaded|zip"):
+    with pytest.raises(ValueError, match="nothing was loaded"):
         resumed.load_state_dict(state)
     again = resumed.state_dict()
     assert not again["state"]
@@ -381,7 +381,7 @@ def test_parameters_of_other_shapes_or_dtypes_are_refused_and_nothing_is_loaded(
     resumed = share(net_again := model().to(torch.bfloat16))
     net_again.load_state_dict(weights)
     before = [param.clone() for param in net_again.parameters()]
-    with pytest.raises(ValueError, match=r"nothing was loaded|zip"):
+    with pytest.raises(ValueError, match="nothing was loaded"):
         resumed.load_state_dict(stored)
     again = resumed.state_dict()
     assert not again["state"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import math
-import reprlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -19,7 +18,7 @@ from ..arrays import blocks, copies, layouts, nonfinite, on_host, views, zeros_l
 from ..codec import Encoder
 from ..partition import Partition
 from ..policy import whole
-from ..state import EncoderState, check_format, check_range
+from ..state import EncoderState, check_dict, check_format, check_range
 from .consistency import residual_digest
 from .groups import Groups, split_by_tensor
 from .options import Reduction
@@ -183,8 +182,7 @@ def team_state_of(state: Any, workers: int) -> tuple[int, list[NDArray[np.float6
         ValueError: the state is not that of a worker, or this worker leads, and the state is of another.
         TypeError: the state is no dict.
     """
-    if not isinstance(state, Mapping):
-        raise TypeError(f"{_WHAT} must be a dict from state_dict(), got {reprlib.repr(state)}")
+    check_dict(state, _WHAT)
     if workers and "encoders" not in state:
         raise ValueError(
             f"this is local rank 0 of {workers}, and the state is of another rank, which has no residual: every rank "

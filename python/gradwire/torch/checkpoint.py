@@ -195,7 +195,8 @@ class LoadedState:
         stored = dict(self.stored)
         nothing = (None,) * len(params)
         local = stored.pop("local", nothing)  # ``redistribute`` removes what is one node's
-        halves = stored.pop("rounded", nothing)
+        half_count = sum(dtype is not None for dtype in half_dtypes)
+        halves = stored.pop("rounded", nothing[:half_count])
         # Where states were merged for other nodes, the residual alone has what was written.
         flags = stored.pop("written", ()) if local is not nothing else ()
         self.written = {index: None for index, flag in enumerate(flags) if flag}
@@ -233,6 +234,11 @@ class LoadedState:
                 if any(written is not None for written in self.written.values()):
                     state["encoders"] = self._without_written(state, state["shared"])
             if is_held:
+                if (len(local), len(halves)) != (len(params), half_count):
+                    raise ValueError(
+                        f"the state has {len(local)} parameters, {len(halves)} of them in half precision, the model "
+                        f"{len(params)} and {half_count}, and nothing was loaded"
+                    )
                 tensors = map(torch.from_numpy, bases)
                 own = [_unpack(*pair) for pair in zip(local, tensors, strict=True)]
                 rounded = [
@@ -240,8 +246,6 @@ class LoadedState:
                     for tensor, dtype in zip(own, half_dtypes, strict=True)
                     if dtype is not None
                 ]
-                if halves is nothing:
-                    halves = nothing[: len(rounded)]
                 values = (
                     [tensor.numpy() for tensor in own],
                     [_unpack(*pair) for pair in zip(halves, rounded, strict=True)],

@@ -73,7 +73,7 @@ class Driver:
         self._buffer = bytearray(RECEIVE_BUFFER_BYTES)
         self._view = memoryview(self._buffer).toreadonly()
         self.unsent: deque[Transmit] = deque()  # waits for space in the socket's buffer
-        self._logged: set[int | None] = set()  # the errors of datagrams that were refused
+        self._logged: set[tuple[bool, int | None]] = set()  # refusals: whether of a datagram, errno
 
     def _configure(self, family: socket.AddressFamily, offload: bool) -> None:
         options = [
@@ -167,8 +167,8 @@ class Driver:
         return self._send(self.unsent[0])
 
     def _log_refusal(self, transmit: Transmit, error: OSError, *, is_lost: bool) -> None:
-        if not is_lost or error.errno not in self._logged:
-            self._logged.add(error.errno if is_lost else None)
+        if (is_lost, error.errno) not in self._logged:
+            self._logged.add((is_lost, error.errno))
             what = "the system refused" if is_lost else "UDP GSO was refused: sending one by one"
             nbytes = min(len(transmit.slices[0]), transmit.segment_bytes)
             remedy = "" if is_lost and error.errno != errno.EMSGSIZE else SIZE_REMEDY
