@@ -492,9 +492,10 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
             if now_s >= warn_s:
                 text = f"not all {self.workers} workers of this machine came within {now_s - begin_s:.3g} s"
                 text += f": rank {rank}"
+                text += " has not come, or has failed (see its output)" if is_gone else " is late"
                 if is_gone and now_s >= begin_s + self.timeout_s:
-                    raise TimeoutError(f"{text} is missing")
-                _LOG.warning("%s is late, and waited for", text)
+                    raise TimeoutError(text)
+                _LOG.warning("%s, and waited for", text)
                 warn_s = now_s + min(self.timeout_s, _WARN_S)
 
     def publish_state(self, state: Arrays) -> str:
