@@ -615,6 +615,20 @@ def test_a_residual_that_grows_beyond_the_first_steps_is_warned_of_once(
         assert caplog.text.count("the residual has grown for 50 steps") == warnings
 
 
+def test_a_residual_that_grows_with_the_learning_rate_is_not_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    groups = Groups([Group(gw.Encoder(20_000, gw.TargetDensity(0.05)))])
+    [encoder] = groups.encoders
+    watch = ResidualMonitor(lambda _numel: [encoder.residual])
+    random = np.random.default_rng(0)
+    for step in range(200):
+        message = encoder.encode(random.standard_normal(20_000, np.float32) * np.float32(step + 1))
+        density = message.count / 20_000
+        watch.add(StepResult(step=step, density=density, threshold=message.threshold), groups)
+    assert not caplog.messages
+
+
 def test_a_node_that_prepares_for_long_before_it_joins_gets_no_updates_meanwhile() -> None:
     """It could not take them, and the members would end for lack of space."""
     updates = []

@@ -11,7 +11,7 @@ import stat
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -28,6 +28,7 @@ from .options import Options
 from .results import ExchangeStats, StepResult
 
 if TYPE_CHECKING:
+    from ..codec import Encoder
     from .replica import Replica
 
 __all__ = [
@@ -202,14 +203,14 @@ class Meter:
 
 
 class ResidualMonitor:
-    """Logs warnings, with the remedy: for messages that are not sparse, and for a residual that keeps growing."""
+    """Logs warnings, with the remedy: for messages that are not sparse, and for a residual that outgrows thresholds."""
 
     def __init__(self, residuals: Residuals) -> None:
         self._residuals = residuals
         self._full_steps = 0
         self._grown_checks = 0
         self._steps = 0
-        self._norm = math.inf
+        self._norm = self._thresholds = math.inf
 
     def add(self, result: StepResult, groups: Groups) -> None:
         """Check a finished step."""
@@ -231,19 +232,22 @@ class ResidualMonitor:
             )
         self._steps += 1
         if self._steps % _CHECK_STEPS == 0:
-            self._check_norm(result)
+            self._check_norm(result, coded)
 
-    def _check_norm(self, result: StepResult) -> None:
+    def _check_norm(self, result: StepResult, coded: Sequence[Encoder]) -> None:
         square = 0.0
         for residual in self._residuals(_CHECK_NUMEL):
             square += float(np.square(residual.astype(np.float64)).sum())
         norm = math.sqrt(square)
+        # On a device, where nothing is sampled, reading thresholds would make the training wait, too.
+        threshold = max([encoder.threshold for encoder in coded], default=0.0) if norm else 0.0
+        thresholds = norm / threshold if threshold else norm
         # At first every residual grows, until elements are sent as often as they fill up. Only growth after that is a
-        # sign.
+        # sign, and only if the threshold does not grow alike: while a learning rate is warmed up, all do.
         is_filled = self._steps * max(result.density, 1 / _FILL_STEPS_MAX) >= 1.0
-        has_grown = is_filled and norm > 1.1 * self._norm
-        self._grown_checks = self._grown_checks + 1 if has_grown else 0
-        self._norm = norm
+        has_grown = norm > 1.1 * self._norm and thresholds > 1.1 * self._thresholds
+        self._grown_checks = self._grown_checks + 1 if is_filled and has_grown else 0
+        self._norm, self._thresholds = norm, thresholds
         if self._grown_checks == _CHECKS:
             self._warn_of_growth(result)
 
