@@ -603,6 +603,41 @@ def test_arguments_of_the_wrong_kind_are_refused() -> None:
         share(net, update_scale=0.0)
 
 
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_loop_that_goes_on_with_the_plain_optimiser_is_told(
+    is_kept: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    kept = gradwire.torch.share(net, optimizer)
+    if not is_kept:
+        kept = None
+    for step in range(2):
+        loss_of(net, 0, step).backward()
+        optimizer.step()
+    assert caplog.text.count("AdamW takes a step of its own, which no other node gets") == 1
+    if kept is not None:
+        kept.close()
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_plain_optimiser_goes_on_after_the_training_without_a_word(
+    steps: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    hooked = []
+    with gradwire.torch.share(net, optimizer, update_scale=0.5) as shared:
+        optimizer.register_step_pre_hook(lambda *_: hooked.append(1))
+        for step in range(steps):
+            loss_of(net, 0, step).backward()
+            shared.step()
+    loss_of(net, 0, steps).backward()
+    optimizer.step()
+    assert len(hooked) == steps + 1
+    assert "a step of its own" not in caplog.text
+
+
 def test_a_step_inside_shared_parameters_is_an_error() -> None:
     net = model()
     optimizer = share(net)

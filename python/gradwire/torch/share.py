@@ -165,6 +165,7 @@ def share(
     shared.expect_shared_in_model(hooks.remove)
     if process_group is None:
         _look_for_ddp(shared)
+    _look_for_plain_steps(shared)
     return shared
 
 
@@ -208,6 +209,33 @@ def _look_for_ddp(shared: SharedOptimizer) -> None:
                 return
 
     handle = shared.register_step_pre_hook(look)
+
+
+def _look_for_plain_steps(shared: SharedOptimizer) -> None:
+    """Warn if a loop goes on with the optimiser that was shared, whose own steps reach nobody."""
+    if not getattr(type(shared.optimizer).step, "hooked", False):
+        return  # made without the base class's constructor, and so without hooks
+    find = weakref.ref(shared)
+    is_told = False
+
+    def look(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        nonlocal is_told
+        own = find()
+        # torch's distributed checkpoints make an optimiser's state by a step with rates of zero.
+        moves = any(group.get("lr") for group in optimizer.param_groups)
+        if moves and not is_told and not (own is not None and own.has_ended):
+            is_told = True
+            _LOG.warning(
+                "%s takes a step of its own, which no other node gets: keep the optimiser that share() returns, and "
+                "call its step(), as in: optimizer = gradwire.torch.share(model, optimizer)",
+                type(optimizer).__name__,
+            )
+
+    def settle(*_: object) -> None:
+        for handle in handles:
+            handle.remove()
+
+    handles = [shared.optimizer.register_step_pre_hook(look), shared.register_step_pre_hook(settle)]
 
 
 def _names(model: torch.nn.Module) -> dict[torch.Tensor, str]:
