@@ -158,6 +158,38 @@ def test_weights_loaded_before_the_first_step_stay(pair: list[gw.Node], at: int)
         assert weights.isfinite().all()
 
 
+@pytest.mark.parametrize("options", [{}, {"topology": "sharded"}, {"overlap": 1}], ids=str)
+def test_a_layer_that_begins_anew_on_all_ranks_stays(pair: list[gw.Node], options: Any) -> None:
+    """The other layer, into which nobody has written, has residuals: these must not make the ranks differ."""
+
+    def work(rank: int) -> Any:
+        model = model_of(torch.float32)
+        optimizer = gradwire.torch.share(
+            model, torch.optim.SGD(model.parameters(), lr=0.05), node=pair[rank], **options
+        )
+        generator = torch.Generator().manual_seed(rank)
+        for step in range(STEPS):
+            if step == AT:
+                optimizer.catch_up(60.0)
+                with torch.no_grad():
+                    model[2].weight.fill_(3.0)
+                    for group in optimizer.param_groups:
+                        group["lr"] = 1e-6
+                model.load_state_dict(model.state_dict())
+            optimizer.zero_grad()
+            model(torch.randn(8, 12, generator=generator)).square().mean().backward()
+            optimizer.step()
+        optimizer.catch_up(60.0)
+        with optimizer.shared_parameters():
+            return weights_of(model[2]).max(), weights_of(model)
+
+    with ThreadPoolExecutor(2) as pool:
+        outcomes = list(pool.map(work, range(2)))
+    for largest, shared in outcomes:
+        assert 2.99 < largest < 3.01
+        assert torch.equal(shared, outcomes[0][1])
+
+
 @pytest.mark.parametrize("options", [{}, {"mode": "async"}, {"every": 4}], ids=str)
 def test_weights_loaded_on_one_rank_are_its_update(pair: list[gw.Node], options: Any) -> None:
     """With whole updates the mean of both ranks is in the middle."""

@@ -477,7 +477,8 @@ class SharedOptimizer(
     def shared_parameters(self) -> Iterator[None]:
         """Let the model hold the parameters that all nodes share, in order to evaluate or to save them.
 
-        The model always holds them without local steps and ``apply_residual``. Do not train meanwhile.
+        The model always holds them without local steps and ``apply_residual``. Do not train meanwhile; what is written
+        into the parameters is reverted at the end.
 
         >>> import gradwire as gw, torch
         >>> model = torch.nn.Linear(1, 1)
