@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -404,6 +405,27 @@ def test_a_node_has_one_training(end: str) -> None:
             shared.step(np.ones(3, np.float32))
     with gw.Node("127.0.0.1:0", secret=bytes(range(32))) as node:
         gw.share(params, node=node, min_peers=0).step(np.ones(3, np.float32))
+
+
+def test_arrays_that_are_dropped_beside_their_living_node_hold_up_nobody() -> None:
+    """Without a goodbye the others would wait for a node that still answers."""
+    secret = bytes(range(32))
+    options: Any = {"min_peers": 1, "timeout_s": 5.0, "on_straggler": "raise"}
+
+    def train(node: gw.Node, steps: int) -> None:
+        shared = gw.share(np.zeros(8, np.float32), node=node, **options)
+        for step in range(steps):
+            shared.step(np.full(8, 1.0 + step, np.float32))
+
+    with (
+        gw.Node("127.0.0.1:0", secret=secret) as first,
+        gw.Node("127.0.0.1:0", [first.address], secret=secret) as second,
+    ):
+        with ThreadPoolExecutor(2) as pool:
+            ends = [pool.submit(train, first, 2), pool.submit(train, second, 4)]
+            for end in ends:
+                end.result(timeout=60.0)
+        assert len(first.peers) == 1
 
 
 def test_a_close_by_a_signal_handler_inside_the_node_is_refused_and_done_at_exit(

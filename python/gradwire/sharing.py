@@ -97,12 +97,10 @@ class Training:
         self._finalizer: Any = None
         self._owner = 0, 0  # its id and its thread
         self._is_closed = threading.Lock()  # locked once
-        # A node of the caller's, without a team, is the caller's to end.
-        self._ends_itself = run is not None or node is not None
         if run is not None:
             self._open[run] = weakref.ref(self)
-        if self._ends_itself:
-            atexit.register(self._close_at_exit)
+        # Also with a node of the caller's: it may live on, and the others would wait for it.
+        atexit.register(self._close_at_exit)
 
     @classmethod
     def begin(cls, run: str) -> list[Any]:
@@ -136,9 +134,8 @@ class Training:
 
     def end_with(self, owner: object) -> None:
         """End the training when its owner is collected."""
-        if self._ends_itself:
-            self._finalizer = weakref.finalize(owner, self._close_after_owner)
-            self._finalizer.atexit = False
+        self._finalizer = weakref.finalize(owner, self._close_after_owner)
+        self._finalizer.atexit = False
 
     def begin_with(self, owner: object) -> None:
         """End the training when its owner, which calls ``end_collected`` then, is collected."""
@@ -169,8 +166,7 @@ class Training:
         except Exception:
             _LOG.exception("the training has not ended in order")
         finally:
-            if self._ends_itself:
-                self._close_after_owner()
+            self._close_after_owner()
 
     def close(self, *, has_failed: bool = False) -> None:
         """Give everything back; a second call does nothing.
