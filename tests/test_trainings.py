@@ -276,6 +276,40 @@ def test_a_state_of_other_arrays_or_in_the_middle_is_refused(
     assert not weights.any()
 
 
+@pytest.mark.parametrize("where", ["params", "shared"])
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (np.ndarray.tolist, "array 0 of the state is of no dtype, must be of float32"),
+        (lambda array: array.astype(np.float64), "is of float64, must be of float32"),
+        (lambda array: array.T, r"\[\[4, 2\]\].*\[\[2, 4\]\]"),
+        (
+            lambda array: array / np.float32(0.0),
+            "8 elements of array 0 of the state are not finite",
+        ),
+    ],
+    ids=["lists", "dtype", "shape", "infinite"],
+)
+def test_nothing_is_loaded_of_a_state_with_changed_arrays(
+    where: str, change: Any, complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone(monkeypatch)
+    update = np.linspace(0.5, 1.0, 8, dtype=np.float32).reshape(2, 4)
+    with gw.share(np.zeros((2, 4), np.float32)) as shared:
+        shared.step(update)
+        state = shared.state_dict()
+    arrays = state["params"] if where == "params" else state["exchange"]["shared"]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        arrays[0] = change(arrays[0])
+    weights = np.zeros((2, 4), np.float32)
+    with gw.share(weights) as again:
+        with pytest.raises(ValueError, match=complaint):
+            again.load_state_dict(state)
+        assert again.step_number == 0
+        assert not weights.any()
+        assert again.step(update).step == 0
+
+
 def test_nothing_is_left_to_do_in_arrays_that_never_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     alone(monkeypatch)
     weights = np.arange(8, dtype=np.float32)

@@ -387,7 +387,7 @@ def checked_state(state: Any) -> list[float]:
     """Return the state of an agreement, which may come from another machine; raise `ValueError` if it is none."""
     squares, mean_squares, updates = map(float, state)
     # A rate that is multiplied by the factor must stay a number.
-    if not (min(squares, mean_squares) >= 0.0 and max(squares, mean_squares) < _LARGEST):
+    if not (0.0 <= squares < _LARGEST and 0.0 <= mean_squares < _LARGEST):
         raise ValueError(f"norms of {squares} and {mean_squares}")
     if not 1.0 <= updates < _LARGEST:
         raise ValueError(f"a sketch of {updates} updates")

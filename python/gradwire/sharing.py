@@ -23,7 +23,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import rendezvous
-from .arrays import check_arrays, check_order, copies, device_of, put, views, writable_views
+from .arrays import (
+    check_arrays,
+    check_order,
+    copies,
+    device_of,
+    nonfinite,
+    on_host,
+    put,
+    views,
+    writable_views,
+)
 from .codec import Encoder
 from .errors import Closed, NotCopied, PeerLost, TransportError, is_failure
 from .exchange import AnyExchange, Exchange, Group, Groups, LocalExchange, LocalTeam, leader_of
@@ -351,9 +361,12 @@ class SharedArrays(NotCopied, instead="save its state_dict()"):
                 "this training has begun or ended: load a state right after share, before the first step"
             )
         check_state(state)
-        check_shapes(state["params"], writable_views(self.params))
+        params = writable_views(self.params)
+        check_shapes(state["params"], params)
+        if isinstance(state["exchange"], Mapping) and state["exchange"].get("shared"):
+            check_shapes(state["exchange"]["shared"], params)
         self.exchange.load_state_dict(state["exchange"])
-        put(writable_views(self.params), state["params"])
+        put(params, state["params"])
 
     def leave(self) -> StepResult | None:
         """Send the rest of this node's updates, for the last time, and close; the others go on. Return the last result.
@@ -484,14 +497,20 @@ def check_state(state: Any) -> None:
 
 
 def check_shapes(saved: Sequence[Any], params: Sequence[Any]) -> None:
-    """Raise `ValueError` if a state is of other parameters, or not of numbers."""
+    """Raise `ValueError` if a state is of other parameters, or not of finite numbers."""
     shapes = [[list(np.shape(array)) for array in arrays] for arrays in (saved, params)]
     if shapes[0] != shapes[1]:
         raise ValueError(f"the state is of arrays of shapes {shapes[0]}, these have {shapes[1]}")
-    for index, array in enumerate(saved):
-        dtype = array.dtype if hasattr(array, "dtype") else np.asarray(array).dtype
-        if getattr(dtype, "kind", "f") in "OSUMm":  # torch's dtypes are all of numbers
-            raise ValueError(f"array {index} of the state is of {dtype}, must be of numbers")
+    for index, pair in enumerate(zip(saved, params, strict=True)):
+        dtypes = [str(getattr(array, "dtype", "no dtype")).removeprefix("torch.") for array in pair]
+        if dtypes[0] != dtypes[1]:
+            raise ValueError(
+                f"array {index} of the state is of {dtypes[0]}, must be of {dtypes[1]}"
+            )
+        if bad := nonfinite([on_host(pair[0])]):
+            raise ValueError(
+                f"{bad} elements of array {index} of the state are not finite: load another checkpoint"
+            )
 
 
 def _is_frozen(array: Any) -> bool:

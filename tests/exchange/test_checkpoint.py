@@ -386,6 +386,8 @@ def test_a_state_that_lacks_something_is_refused() -> None:
     [
         {"outer_velocity": [np.full(6, np.nan, np.float32)]},
         {"outer_velocity": [np.zeros(3, np.float32)]},
+        {"outer_velocity": [np.zeros(6, np.int64)]},
+        {"outer_velocity": [np.zeros(6, ">f4")]},
         {"shared": [np.full(6, np.inf, np.float32)]},
         {"shared": [None]},
         {"shared": [np.full(6, "x")]},
@@ -398,6 +400,7 @@ def test_a_state_that_lacks_something_is_refused() -> None:
         {"local_steps": 1.5},
         {"step": 2**64},
         {"agreement": []},
+        {"agreement": [1.0, float("nan"), 1.0]},
         {"agreement": [10**400, 1.0, 1.0]},
         {"median": 10**400},
         {"agreement": "x"},

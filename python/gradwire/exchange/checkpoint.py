@@ -247,8 +247,13 @@ def _checked(state: dict[str, Any], replica: Replica) -> Sequence[dict[str, Any]
             raise ValueError(f"{name} has arrays of {shapes}, for {replica.groups.numel} elements")
         if nonfinite(arrays):
             raise ValueError(f"{name} is not finite")
-    velocity = [np.shape(array) for array in state["outer_velocity"]]
-    shared = [np.shape(array) for array in state["shared"]]
+        # Others would be noticed in the first step only, when the other nodes wait already.
+        if odd := {str(array.dtype) for array in arrays} - {"float32", "float64"}:
+            raise ValueError(f"{name} is of {min(odd)}, must be float32 or float64")
+    velocity, shared = (
+        layouts([np.asarray(array) for array in state[name]])
+        for name in ("outer_velocity", "shared")
+    )
     if velocity and shared and velocity != shared:
         raise ValueError(f"outer_velocity has arrays of {velocity}, shared of {shared}")
     for sample in state["last_updates"]:
@@ -262,7 +267,7 @@ def _checked(state: dict[str, Any], replica: Replica) -> Sequence[dict[str, Any]
         raise ValueError(f"median is {state['median']}")
     for sample in state.get("sample", ()):  # older states have none
         numel = sample_of([np.asarray(array) for array in state["shared"]]).size
-        if np.asarray(sample, np.float64).shape != (numel,):
+        if _checked_sample("sample", sample).size != numel:
             raise ValueError(f"sample has {np.shape(sample)} elements, must have {numel}")
     for saved in state.get("unsettled", ()):  # older states have none
         _check_written(_written_of(saved), encoders, layouts(state["shared"]))
