@@ -261,6 +261,30 @@ def test_a_state_of_arrays_is_resumed_bit_for_bit(kind: str, options: Any, tmp_p
     assert sums[0] == sums[1]
 
 
+OTHER_EVERY = """
+import numpy as np
+import gradwire as gw
+
+def train(every, state, steps):
+    with gw.share(np.zeros(64, np.float32), timeout_s=30.0, every=every) as shared:
+        if state is not None:
+            shared.load_state_dict(state)
+        shared.join()
+        first = shared.step_number
+        for step in range(steps):
+            shared.step(np.full(64, 0.5, np.float32))
+        return first, shared.state_dict()
+
+_, state = train(4, None, 6)
+first, _ = train(3, state, 1)  # an exchange and two local steps
+print("first step:", first, flush=True)
+"""
+
+
+def test_a_team_goes_on_with_another_number_of_local_steps(tmp_path: Path) -> None:
+    assert run(tmp_path, OTHER_EVERY).count("first step: 5") == 2
+
+
 def test_a_state_of_other_arrays_or_in_the_middle_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

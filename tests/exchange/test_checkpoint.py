@@ -466,6 +466,14 @@ def test_a_worker_of_a_team_loads_no_number_that_is_none(number: Any) -> None:
         assert worker.state_dict() == {"step_number": 3}
 
 
+def test_a_state_of_a_team_s_other_ranks_makes_no_node_go_on() -> None:
+    state = {"step_number": 3}
+    with cluster(0) as made:
+        share = gw.Exchange(gw.Encoder(2, 1.0), made.node(1), min_peers=0)
+        with pytest.raises(ValueError, match=r"another local rank than 0.*redistribute takes"):
+            share.load_state_dict(state)
+
+
 def test_a_state_whose_arrays_became_lists_loads_nothing_or_all_of_itself() -> None:
     with gw.Node("127.0.0.1:0", secret=bytes(range(32))) as node:
 

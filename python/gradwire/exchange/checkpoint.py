@@ -206,6 +206,13 @@ def _checked_sample(name: str, sample: Any) -> NDArray[np.float64]:
 
 
 def _check_keys(state: dict[str, Any]) -> None:
+    check_dict(state, _WHAT)
+    if "step_number" in state and "encoders" not in state:
+        raise ValueError(
+            "a state is of another local rank than 0, and has no residual: only a team's ranks load it; "
+            "gw.exchange.redistribute takes one state for every machine, that of its local rank 0, and the new number "
+            "of machines as world_size"
+        )
     check_format(state, _FORMAT, _WHAT)
     missing = _KEYS - state.keys()
     if missing:
@@ -360,12 +367,6 @@ def redistribute(
                 raise ValueError(
                     f'a state of gradwire.share has that of its exchange in it: give state["{name}"] of every state'
                 )
-        if "encoders" not in state and "step_number" in state:
-            # Left out without a word, the ranks would still be counted in ``world_size``.
-            raise ValueError(
-                "a state is of another local rank than 0, and has no residual: give one state for every machine, that "
-                "of its local rank 0, and the new number of machines as world_size"
-            )
         _check_keys(state)
         if state["local_steps"]:
             raise ValueError(

@@ -581,7 +581,7 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
         self._moved: list[Any] = []  # samples of the workers' sums since the last exchange
         self.agreement = Agreement() if exchange is None else exchange.agreement
         self._written: Arrays = []  # by the caller, since the last call
-        self._loaded_step = 0  # of a checkpoint, where the leader has the rest
+        self._loaded_step = 0  # of a checkpoint, of which the leader has the rest
         self.total_workers = team.workers  # of all machines, after the first call
 
     @property
@@ -744,8 +744,7 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
         if self.exchange is not None:
             self.exchange.load_state_dict(state)
             self._moved = moved
-            return
-        if "encoders" in state:
+        elif "encoders" in state:
             _LOG.warning(
                 "local rank %d goes on from the checkpoint of local rank 0, with that one's optimiser state",
                 self.rank,
@@ -793,7 +792,8 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
                 update,
                 before,
                 is_new=self._call is None,
-                begins_at=self.step_number,
+                # As it was saved: with another `every` only the leader knows the number that it has now.
+                begins_at=self._loaded_step or self.step_number,
                 written=written,
             )
             interrupt = self.exchange and self._act(self.exchange, action, state)
