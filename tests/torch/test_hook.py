@@ -599,6 +599,11 @@ def test_a_state_of_another_format_is_refused() -> None:
             r"weights\.1 has 2 elements, the parameter has \d+: .* model",
         ),
         ({"residual": torch.zeros(2, dtype=torch.int32)}, "residual is int32, must be float32 or"),
+        ({"residual": torch.zeros(2, device="meta")}, r"weights\.1 is not that of a hook"),
+        (
+            {"velocity": torch.zeros(SHAPES[1], dtype=torch.float16).ravel()},
+            r"weights\.1 is not .*a velocity of torch\.float16 for a residual of float32",
+        ),
         (
             {"velocity": torch.zeros(SHAPES[1]).ravel()},
             r"has momentum for parameter weights\.1, this state was made",

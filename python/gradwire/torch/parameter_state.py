@@ -364,11 +364,14 @@ def _check_loaded(name: str, state: dict[str, Any]) -> None:
         velocity = state["velocity"]
         if velocity is not None and velocity.shape != state["residual"].shape:
             raise ValueError(f"a velocity of {velocity.numel()} elements for {residual.size}")
+        if velocity is not None and velocity.dtype != state["residual"].dtype:
+            raise ValueError(f"a velocity of {velocity.dtype} for a residual of {residual.dtype}")
         if not all(
             bool(v.isfinite().all()) for v in (state["residual"], velocity) if v is not None
         ):
             raise ValueError("its residual or velocity is not finite")
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        # torch raises the RuntimeError for tensors without data in host memory, or with a gradient.
         raise ValueError(
             f"the state of parameter {name} is not that of a hook, load another checkpoint: {error!r}"
         ) from error
