@@ -74,7 +74,10 @@ _DRAIN_S: Final = 5.0
 _WHO: Final = "a host or worker"
 _NUMBERS: Final = 1 << 63  # of gradients and versions
 _RUNS_MAX: Final = 64  # of workers, one after the other, on one node
-_DIVERGED: Final = "the training diverged, start the host again with a smaller rate"
+_DIVERGED: Final = (
+    "the training diverged: start the host again with a smaller rate, one of torch.optim's set after the checkpoint is "
+    "loaded"
+)
 
 
 class _Kind(enum.IntEnum):
@@ -178,7 +181,11 @@ class _TorchOptimizer:
 
     def load_state_dict(self, state: dict[str, Arrays]) -> None:
         buffer = io.BytesIO(state["torch"][0].tobytes())
+        given = self.lr
         self._optimizer.load_state_dict(self._torch.load(buffer, weights_only=True))
+        if self.lr != given:  # as of torch's own checkpoints
+            text = "the optimizer has the checkpoint's rate of %g and other options, rather than %g: set them now"
+            logger.warning(text, self.lr, given)
 
 
 @dataclass(eq=False)
@@ -953,6 +960,9 @@ def _read_arrays(path: Path) -> tuple[dict[str, Any], dict[str, Arrays]]:
     document = json.loads(text.tobytes())
     rest = iter(values)
     counts = document.pop("arrays")
+    # A damaged directory of the file hides arrays; the last ones, a velocity, may be missing unnoticed.
+    if sum(counts.values()) != len(values):
+        raise ValueError(f"it has {len(values)} arrays, and was written with {counts}")
     return document, {name: list(islice(rest, count)) for name, count in counts.items()}
 
 
