@@ -9,6 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 import gradwire as gw
+from gradwire.errors import PeerLost
 
 from .cluster import FakeNode, cluster, refuse_updates, run_cluster, train_with_a_pause
 
@@ -232,3 +233,27 @@ def test_a_node_that_is_last_to_catch_up_does_not_need_those_that_have_ended() -
 
     first, second = run_cluster(work, count=2, seed=1)
     np.testing.assert_array_equal(first, second)
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_connections_of_an_orderly_end_may_close_in_any_order(
+    overlap: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With overlap the last step is open everywhere, so nobody's parameters lack what another one's have."""
+
+    def fail(*_: Any) -> None:
+        raise PeerLost("node 2 was lost before it had this node's last update")
+
+    def work(node: FakeNode, rank: int) -> bool:
+        share = gw.Exchange(encoder(), node, reduction="sum", min_peers=1, overlap=overlap)
+        params = np.ones(NUMEL, np.float32)
+        for update in updates_of(rank, 3):
+            share.step(update, params)
+        try:
+            share.end()
+        except PeerLost:
+            return False
+        return True
+
+    monkeypatch.setattr("gradwire.exchange.join.deliver", fail)
+    assert run_cluster(work, count=2, seed=0) == [bool(overlap)] * 2

@@ -17,7 +17,7 @@ import numpy as np
 
 from .. import clock
 from ..arrays import Arrays, copies, layouts, on_host
-from ..errors import Mismatch
+from ..errors import Mismatch, PeerLost
 from ..message import Message
 from ..slices import datagram_hint
 from .departure import Departure, Trainings, deliver
@@ -94,6 +94,20 @@ def _describe_too_few(join: Join) -> str:
         f"{join._options.min_members} that a step needs (min_members): if the others do not come back, start all nodes "
         "from checkpoints"
     )
+
+
+def _deliver_last(join: Join) -> None:
+    """Wait until the others have this node's last update; raise `PeerLost` if they are gone without it.
+
+    With ``overlap`` a step is open at every orderly end. Its updates are in nobody's parameters, not here either, and
+    the connections end in any order: then who is gone lacks nothing.
+    """
+    try:
+        deliver(join._router, join._introductions, join.poll, join._options)
+    except PeerLost as error:
+        if join._replica.pending is None:
+            raise
+        _LOG.info("%s", error)
 
 
 class Join:
@@ -249,13 +263,13 @@ class Join:
         """Say that this node's last update was sent, unless a step is open, and wait until the others have it.
 
         Raises:
-            TimeoutError: see `deliver`.
+            TimeoutError: see `deliver`; PeerLost also, unless a step is open.
         """
         self._donor.stop()
         if self._replica.pending is None:
             self._router.announce(Phase.LEAVING)
             self._replica.sent.clear()
-        deliver(self._router, self._introductions, self.poll, self._options)
+        _deliver_last(self)
 
     # ---- newcomers ---------------------------------------------------------------------------------------------------
 
