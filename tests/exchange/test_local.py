@@ -355,7 +355,7 @@ def test_a_worker_that_does_not_come_is_missed_by_the_others() -> None:
         gw.Node("127.0.0.1:0", secret=SECRET) as node,
     ):
         lead = alone.lead(gw.Exchange(gw.Encoder(NUMEL, 1.0), node, min_peers=0))
-        with pytest.raises(TimeoutError, match="not all 2 workers.*: rank 1 has not come, or"):
+        with pytest.raises(TimeoutError, match=r"not all 2 workers.*: rank 1 has not come, or"):
             lead.step(tensors(1), tensors())
 
 
