@@ -99,7 +99,7 @@ def test_a_node_without_peers_shows_the_address_on_the_default_route(
 
 
 def test_names_are_resolved_in_the_family_of_the_socket(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lookup(host: str, port: int, family: int, kind: int) -> list[object]:
+    def lookup(host: str, port: int, family: int, kind: int, *_: int) -> list[object]:
         assert kind == socket.SOCK_DGRAM
         if host == "missing":
             raise socket.gaierror("no such host")

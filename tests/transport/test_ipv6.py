@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 import time
 from collections.abc import Iterator
 
 import pytest
 
-from gradwire.transport import Limits, Node, PeerLost, Received
+from gradwire.transport import Limits, Node, PeerLost, Received, addressing
 
 from .processes import SECRET, PeerProcess, payload_of
 from .proxy import Proxy, Trouble
@@ -140,3 +141,27 @@ def test_ipv4_nodes_that_meet_at_a_node_of_both_versions_reach_each_other() -> N
         ):
             for node in (middle, one, two):
                 node.wait_for_peers(2, timeout_s=20.0)
+
+
+def test_a_node_of_both_versions_connects_to_peers_of_either() -> None:
+    with (
+        Node("127.0.0.1:0", secret=SECRET) as old,
+        Node(HOST, secret=SECRET) as new,
+        Node("[::]:0", [old.address, new.address], secret=SECRET) as middle,
+    ):
+        assert {peer.id for peer in middle.wait_for_peers(2, timeout_s=20.0)} == {old.id, new.id}
+
+
+def test_a_link_local_address_is_bound_with_its_interface() -> None:
+    if not addressing.IPV6_TABLE.exists():
+        pytest.skip("the system does not list its IPv6 addresses")
+    table = [line.split() for line in addressing.IPV6_TABLE.read_text().splitlines()]
+    scoped = [(ip, device) for ip, *_, device in table if ip.startswith("fe80")]
+    if not scoped:
+        pytest.skip("this machine has no link-local address")
+    packed, device = scoped[0]
+    host = f"{ipaddress.IPv6Address(bytes.fromhex(packed))}%{device}"
+    with Node(f"[{host}]:0", secret=SECRET) as first:
+        port = first.address.rpartition(":")[2]
+        with Node(f"[{host}]:0", [f"[{host}]:{port}"], secret=SECRET) as second:
+            assert [peer.id for peer in second.wait_for_peers(1, timeout_s=20.0)] == [first.id]

@@ -102,8 +102,7 @@ def local_addresses() -> list[str]:
         if table.exists():
             addresses.update(parse(table.read_text(encoding="ascii")))
     if not addresses:
-        entries = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_DGRAM)
-        addresses.update(str(entry[4][0]) for entry in entries)
+        addresses.update(str(each[4][0]) for each in socket.getaddrinfo(socket.gethostname(), None))
     return sorted(addresses)
 
 
@@ -127,7 +126,7 @@ def local_address(bound: Address, peers: Sequence[str]) -> Address:
     for peer in peers:
         with suppress(OSError, ValueError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(resolve_all(peer, like=bound)[0])  # only looks the route up
-            return str(probe.getsockname()[0]), port
+            return str(probe.getsockname()[0]).removeprefix("::ffff:"), port
     return "::1" if ":" in host else "127.0.0.1", port
 
 
@@ -138,7 +137,8 @@ def resolve_all(text: str, like: Address) -> list[Address]:
         raise ValueError(f"address {text!r} cannot be reached: its port must be from 1 to 65535")
     try:
         family = socket.AF_INET6 if ":" in like[0] else socket.AF_INET
-        entries = socket.getaddrinfo(host, port, family, socket.SOCK_DGRAM)
+        flags = socket.AI_V4MAPPED if like[0] == "::" else 0  # a socket of both versions
+        entries = socket.getaddrinfo(host, port, family, socket.SOCK_DGRAM, 0, flags)
     except (OSError, UnicodeError) as error:
         hint = ""
         if (":" in host) != (":" in like[0]):

@@ -50,7 +50,8 @@ class Driver:
         family = socket.AF_INET6 if ":" in bind[0] else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_DGRAM)
         try:
-            self._socket.bind(bind)
+            # A link-local address needs the number of its interface.
+            self._socket.bind(socket.getaddrinfo(*bind, family, socket.SOCK_DGRAM)[0][4])
         except OSError as error:
             self._socket.close()
             here = f"; this machine has {', '.join(local_addresses())}: change bind or GRADWIRE_IP"
@@ -81,8 +82,7 @@ class Driver:
             (socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES),
         ]
         if sys.platform == "linux":
-            options.append((socket.SOL_SOCKET, SO_RXQ_OVFL, 1))
-            options.append((*MTU_DISCOVER[family], PMTUDISC_DONT))
+            options += [(socket.SOL_SOCKET, SO_RXQ_OVFL, 1), (*MTU_DISCOVER[family], PMTUDISC_DONT)]
         for option in options:
             with contextlib.suppress(OSError):
                 self._socket.setsockopt(*option)
