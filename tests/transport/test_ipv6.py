@@ -52,6 +52,14 @@ def test_addresses_have_brackets_everywhere(pair: tuple[Node, Node]) -> None:
     assert two.seeds == {one.address}
 
 
+def test_a_node_to_which_nobody_comes_names_its_ip_version() -> None:
+    with (
+        Node("[::]:0", secret=SECRET) as node,
+        pytest.raises(TimeoutError, match=r"router let UDP \(IPv6\)"),
+    ):
+        node.wait_for_peers(1, timeout_s=0.05)
+
+
 def test_messages_of_all_sizes_arrive_complete_and_in_order(pair: tuple[Node, Node]) -> None:
     one, two = pair
     sizes = (0, 1, 1_144, 1_145, 61_528, 61_529, 3_000_000)

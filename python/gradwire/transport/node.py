@@ -266,11 +266,11 @@ class Node(NotCopied, instead="make a node in every process that has one"):
         if missing := [name for node, name in sorted(self.names.items()) if node not in present]:
             text += f"; {', '.join(missing)} missing"
         if unanswered := self._endpoint.unanswered():
-            names = ", ".join(map(format_address, unanswered))
-            text += f"; no answer from {names}: is a node running there, of this version, with {self._secret_name}, "
-            text += "and does the firewall pass UDP?"
+            text += f"; no answer from {', '.join(map(format_address, unanswered))}: is a node running there, of this "
+            text += f"version, with {self._secret_name}, and does the firewall pass UDP?"
         elif not self._endpoint.counters.datagrams_received:
-            text += "; no datagram has come: do firewall and router let UDP in at this port?"
+            version = "IPv6" if ":" in self._driver.address[0] else "IPv4"  # the others may use the other one
+            text += f"; no datagram has come: do firewall and router let UDP ({version}) in at this port?"
         if (rejected := self._endpoint.local.rejected).last is not None:
             text += f"; {rejected.count} INIT datagrams were not answered, the last from "
             text += f"{format_address(rejected.last)}: {rejected.reason}; this node has {self._secret_name}"
