@@ -106,6 +106,23 @@ def test_an_owner_that_dies_takes_nothing_of_a_node_that_leaves(keeps: bool) -> 
 
 
 @pytest.mark.parametrize("topology", ["mesh", "sharded"])
+def test_a_node_that_leaves_says_where_its_last_update_has_reached_nobody(topology: Any) -> None:
+    def work(node: FakeNode, rank: int) -> None:
+        share = exchange(node, 1, topology=topology)
+        params = np.zeros(NUMEL, np.float32)
+        for update in updates_of(rank):
+            share.step(update, params)
+        if rank == 1:  # stands still, as behind a network that is down
+            node.cluster.compute(node, 1.0)
+            node.cluster.kill(node)
+            return
+        with pytest.raises(gw.errors.PeerLost, match="lost before it had this node's last update"):
+            share.leave(params)
+
+    run_cluster(work, count=2, seed=0)
+
+
+@pytest.mark.parametrize("topology", ["mesh", "sharded"])
 def test_an_interrupted_call_keeps_the_messages_that_it_has_taken(topology: Any) -> None:
     """A node that goes is an event, after which the call looks for messages once more, and is interrupted."""
     interrupted: list[int] = []

@@ -18,12 +18,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from .. import clock
 from ..errors import MessageError, Mismatch, PeerLost
 from .membership import Membership, Router
-from .options import Options
 from .protocol import (
     DROPPED,
     TAG_NUMBERS,
     Hello,
-    Introductions,
     Kind,
     NodeRun,
     Note,
@@ -35,7 +33,7 @@ from .protocol import (
     unpack_relay,
 )
 
-__all__ = ["Departure", "Trainings", "deliver"]
+__all__ = ["Departure", "Trainings"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -569,62 +567,6 @@ def _members_of(membership: Membership, report: dict[NodeRun, int]) -> dict[Node
         for run, next_missing in report.items()
         if run in members and next_missing >= (members[run].first_received or 0)
     }
-
-
-# ---- this node's own departure ---------------------------------------------------------------------------------------
-
-
-def deliver(
-    router: Router, introductions: Introductions, poll: Callable[[float], None], options: Options
-) -> None:
-    """Wait until all connected nodes have everything that this node has sent, as long as they take anything.
-
-    Args:
-        router: of this node.
-        introductions: of the connected nodes.
-        poll: sends and receives for up to so many seconds.
-        options: of this node.
-
-    Raises:
-        TimeoutError: a connected node has taken nothing for ``timeout_s``; not with ``on_straggler="wait"``.
-        PeerLost: the last node was lost before it had everything.
-    """
-    # Worth waiting for: without the last update the others' replicas end with other bits than this one, and without the
-    # goodbye they take this node for crashed.
-    wait = clock.Wait("the last update is on its way", options.timeout_s)
-    late: dict[NodeRun, int] = {}
-    lost: set[NodeRun] = set()
-    # Before the loop, because a connection that ends takes its introduction with it.
-    observers = set(introductions.observers)
-    while True:
-        is_sent = router.flush()
-        paths = router.node.stats().peers
-        connected = {run_of(path.peer) for path in paths}
-        lost |= late.keys() - connected - observers
-        late = {run_of(path.peer): path.backlog_records for path in paths if path.backlog_records}
-        if is_sent and not late:
-            break
-        names = introductions.describe(late)
-        wait.note(sum(late.values()), f"{sum(late.values())} records to go to {names}")
-        if wait.is_over and options.on_straggler != "wait":
-            raise TimeoutError(
-                f"{names} has taken nothing for {wait.silence_s:g} s and lacks this node's last update: the parameters "
-                "there are others than here"
-            )
-        # Received as before: a node that takes no messages would hold up the others.
-        poll(clock.ROOM_POLL_S)
-    if lost:
-        poll(0.0)  # a node that has finished says so before it closes the connection
-    lost = {run for run in lost if not introductions.has_finished(run)}
-    if lost and not connected:
-        raise PeerLost(
-            f"{introductions.describe(lost)} was lost before it had this node's last update, and nobody else has it: "
-            "if that node runs, its parameters are others than here"
-        )
-    if lost:
-        _LOG.warning(
-            "%s was lost before it had this node's last update", introductions.describe(lost)
-        )
 
 
 # ---- trainings -------------------------------------------------------------------------------------------------------

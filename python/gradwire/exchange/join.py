@@ -20,13 +20,13 @@ from ..arrays import Arrays, copies, layouts, on_host
 from ..errors import Mismatch, PeerLost
 from ..message import Message
 from ..slices import datagram_hint
-from .departure import Departure, Trainings, deliver
+from .departure import Departure, Trainings
 from .membership import Membership, Router
 from .notes import Notes
 from .options import Options
 from .owner import can_be_of_same_owners
 from .parameters import MomentumSum
-from .protocol import Hello, Kind, NodeRun, Phase
+from .protocol import Hello, Kind, NodeRun, Phase, run_of
 from .replica import Replica, add_to_exported, drop_outdated
 from .results import Pace
 from .snapshot import Donor, NodeState, Recipient, Snapshot
@@ -96,18 +96,66 @@ def _describe_too_few(join: Join) -> str:
     )
 
 
-def _deliver_last(join: Join) -> None:
-    """Wait until the others have this node's last update; raise `PeerLost` if they are gone without it.
+def _are_lost(join: Join, members: Collection[NodeRun]) -> bool:
+    """Return whether there were such members, and none is left or has said that it leaves."""
+    peers, has_finished = join._membership.peers, join._introductions.has_finished
+    return bool(members) and not any(run in peers or has_finished(run) for run in members)
 
-    With ``overlap`` a step is open at every orderly end. Its updates are in nobody's parameters, not here either, and
-    the connections end in any order: then who is gone lacks nothing.
+
+def _deliver(join: Join, others: Collection[NodeRun]) -> None:
+    """Wait until all connected nodes have everything that this node has sent, as long as they take anything.
+
+    Args:
+        join: of this node.
+        others: the members when the last update was made, of which some may have gone since.
+
+    Raises:
+        TimeoutError: a connected node has taken nothing for ``timeout_s``; not with ``on_straggler="wait"``.
+        PeerLost: the last node was lost before it had everything.
     """
-    try:
-        deliver(join._router, join._introductions, join.poll, join._options)
-    except PeerLost as error:
-        if join._replica.pending is None:
-            raise
-        _LOG.info("%s", error)
+    # Worth waiting for: without the last update the others' replicas end with other bits than this one, and without the
+    # goodbye they take this node for crashed.
+    introductions, options = join._introductions, join._options
+    wait = clock.Wait("the last update is on its way", options.timeout_s)
+    late: dict[NodeRun, int] = {}
+    lost: set[NodeRun] = set()
+    # Before the loop, because a connection that ends takes its introduction with it.
+    observers = set(introductions.observers)
+    while True:
+        is_sent = join._router.flush()
+        paths = join._router.node.stats().peers
+        connected = {run_of(path.peer) for path in paths}
+        lost |= late.keys() - connected - observers
+        late = {run_of(path.peer): path.backlog_records for path in paths if path.backlog_records}
+        if is_sent and not late:
+            break
+        names = introductions.describe(late)
+        wait.note(sum(late.values()), f"{sum(late.values())} records to go to {names}")
+        if wait.is_over and options.on_straggler != "wait":
+            raise TimeoutError(
+                f"{names} has taken nothing for {wait.silence_s:g} s and lacks this node's last update: the parameters "
+                "there are others than here"
+            )
+        # Received as before: a node that takes no messages would hold up the others.
+        join.poll(clock.ROOM_POLL_S)
+    if lost or _are_lost(join, others):
+        join.poll(0.0)  # a node that has finished says so before it closes the connection
+    if _are_lost(join, others):
+        lost.update(others)
+    lost = {run for run in lost if not introductions.has_finished(run)}
+    if not lost:
+        return
+    text = f"{introductions.describe(lost)} was lost before it had this node's last update"
+    if connected:
+        _LOG.warning("%s", text)
+    elif join._replica.pending is not None:
+        # With ``overlap`` a step is open at every orderly end. Its updates are in nobody's parameters, not here either,
+        # and the connections end in any order: who is gone lacks nothing.
+        _LOG.info("%s", text)
+    else:
+        raise PeerLost(
+            f"{text}, and nobody else has it: if that node runs, its parameters are others than here"
+        )
 
 
 class Join:
@@ -259,17 +307,16 @@ class Join:
             was_outside = before is not None and before.phase is not Phase.IN
             self._trainings.handle_unknown(run, hello, was_outside=was_outside)
 
-    def end(self) -> None:
+    def end(self, others: Collection[NodeRun] = ()) -> None:
         """Say that this node's last update was sent, unless a step is open, and wait until the others have it.
 
-        Raises:
-            TimeoutError: see `deliver`; PeerLost also, unless a step is open.
+        Args, Raises: see `_deliver`.
         """
         self._donor.stop()
         if self._replica.pending is None:
             self._router.announce(Phase.LEAVING)
             self._replica.sent.clear()
-        _deliver_last(self)
+        _deliver(self, others)
 
     # ---- newcomers ---------------------------------------------------------------------------------------------------
 

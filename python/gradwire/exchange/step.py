@@ -195,18 +195,20 @@ class Step:
     def leave(self, params: Any, optimizer_state: NodeState) -> StepResult:
         """Send all that is left as the last update, and once more where it is lost with an owner; then say so."""
         replica = self._replica
-        self._router.hold_introductions(-1)  # the others may go on with further parameters now
-        self.wait_for_room(params, optimizer_state)
-        # What the last local steps have moved is part of the last update. A difference has it, and needs no memory.
-        if not replica.is_difference:
-            replica.make_residual(params)
-            if replica.local_steps or replica.written is not None:
-                replica.absorb_local_changes(params, self._membership.weight)
-        pending = self._encode_rest(None, params)
-        result = self._finish_or_repeat(pending, None, params, optimizer_state)
-        if replica.sharding is not None and self._membership.run in replica.sharding.senders:
-            return self.leave(params, optimizer_state)
-        self._join.end()
+        others = self._membership.peers
+        while True:
+            self._router.hold_introductions(-1)  # the others may go on with further parameters now
+            self.wait_for_room(params, optimizer_state)
+            # What the last local steps have moved is part of the last update. A difference has it, and needs no memory.
+            if not replica.is_difference:
+                replica.make_residual(params)
+                if replica.local_steps or replica.written is not None:
+                    replica.absorb_local_changes(params, self._membership.weight)
+            pending = self._encode_rest(None, params)
+            result = self._finish_or_repeat(pending, None, params, optimizer_state)
+            if replica.sharding is None or self._membership.run not in replica.sharding.senders:
+                break
+        self._join.end(others)
         return result
 
     def finish_earlier(self, params: Any, optimizer_state: NodeState) -> StepResult | None:

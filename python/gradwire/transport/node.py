@@ -269,7 +269,7 @@ class Node(NotCopied, instead="make a node in every process that has one"):
             text += f"; no answer from {', '.join(map(format_address, unanswered))}: is a node running there, of this "
             text += f"version, with {self._secret_name}, and does the firewall pass UDP?"
         elif not self._endpoint.counters.datagrams_received:
-            version = "IPv6" if ":" in self._driver.address[0] else "IPv4"  # the others may use the other one
+            version = "IPv6" if ":" in self._driver.address[0] else "IPv4"
             text += f"; no datagram has come: do firewall and router let UDP ({version}) in at this port?"
         if (rejected := self._endpoint.local.rejected).last is not None:
             text += f"; {rejected.count} INIT datagrams were not answered, the last from "
