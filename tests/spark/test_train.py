@@ -518,6 +518,48 @@ def test_a_fit_that_continues_another_stops_as_early_and_returns_the_same_best_m
     assert unpack(warm["model"]) != unpack(whole["model"])
 
 
+def test_a_fit_that_continues_another_has_the_options_of_its_own_optimiser(tmp_path: Path) -> None:
+    """A training that diverged goes on with a smaller rate; what a schedule has changed goes on as it was."""
+    rates: list[tuple[float, float]] = []
+
+    def note(optimizer: Any, *_: Any) -> None:
+        [group] = optimizer.param_groups
+        rates.append((group["lr"], group["momentum"]))
+
+    def optimizer_of(rate: float, momentum: float) -> Any:
+        def optimizer(params: Any) -> Any:
+            made = torch.optim.SGD(params, lr=rate, momentum=momentum)
+            schedule = torch.optim.lr_scheduler.ExponentialLR(made, 0.5)
+            made.register_step_pre_hook(note)
+            made.register_step_post_hook(lambda *_: schedule.step())
+            return made
+
+        return optimizer
+
+    def fit(name: str, resume: str | None, rate: float, momentum: float, epochs: int) -> Any:
+        rates.clear()
+        checkpoints = Checkpoints(f"{tmp_path}/{name}", resume and f"{tmp_path}/{resume}", 1000)
+        optimizer = optimizer_of(rate, momentum)
+        job = local_job(epochs=epochs, checkpoints=checkpoints)
+        work_alone(replace(job, optimizer=optimizer, batch_size=12), rows_of(12))
+        return list(rates)
+
+    assert fit("first", None, 1e-3, 0.5, 2) == [(1e-3, 0.5), (5e-4, 0.5)]
+    assert fit("same", "first", 1e-3, 0.5, 3) == [(2.5e-4, 0.5)]
+    assert fit("other", "first", 1e-4, 0.5, 4) == [(1e-4, 0.5), (5e-5, 0.5)]
+    assert fit("after", "other", 1e-4, 0.25, 5) == [(2.5e-5, 0.25)]
+
+
+@pytest.mark.parametrize("rate", [RATE, RATE / 2])
+def test_through_spark_a_fit_that_continues_another_has_its_own_rate(rate: float) -> None:
+    job = replace(local_job(rate=RATE), training=ParameterAveraging(via="spark"))
+    checkpoint = unpack(pack(_State(job).complete()))
+    state = _State(replace(job, optimizer=lambda params: torch.optim.SGD(params, lr=rate)))
+    state.start_from(checkpoint)
+    [group] = state.complete()["optimizer"]["param_groups"]
+    assert group["lr"] == rate
+
+
 @pytest.mark.parametrize("every", [2, 3])
 def test_an_epoch_that_is_cut_in_two_is_whole_in_the_history(tmp_path: Path, every: int) -> None:
     """A checkpoint may lie within an epoch, or at its end."""

@@ -187,7 +187,7 @@ class _State:
         replica = ModelReplica(self._job)
         replica.model.load_state_dict(checkpoint["model"])
         if _averaging(self._job).average_optimizer:
-            replica.optimizer.load_state_dict(checkpoint["optimizer"])
+            replica.optimizer.load_state_dict(replica.continued(checkpoint))
         self._flat = _values_of(replica)
         self._rest = _rest_of(replica)
         self._growth = 1
@@ -222,7 +222,8 @@ class _State:
     def complete(self) -> dict[str, Any]:
         """Return the states of a model and its optimiser."""
         replica = _load(self._job, {"flat": torch.from_numpy(self._flat), "rest": self._rest})
-        return {name: getattr(replica, name).state_dict() for name in ("model", "optimizer")}
+        states = {name: getattr(replica, name).state_dict() for name in ("model", "optimizer")}
+        return {**states, "made": replica.made}
 
 
 def _averaging(job: TrainingJob) -> ParameterAveraging:

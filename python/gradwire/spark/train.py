@@ -174,6 +174,26 @@ class ModelReplica:
         made = job.optimizer(self.model.parameters())
         self.optimizer = _made("optimizer", made, torch.optim.Optimizer)
         self.loss = job.loss()
+        #: the options of the optimiser's groups as its function makes them
+        self.made: list[dict[str, Any]] = [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in self.optimizer.param_groups
+        ]
+
+    def continued(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the optimiser's state of a checkpoint, with the options for which its function has new values now.
+
+        All others are as the training left them: a schedule may have changed them.
+        """
+        optimizer: dict[str, Any] = state["optimizer"]
+        groups = zip(
+            optimizer["param_groups"], state.get("made", self.made), self.made, strict=False
+        )
+        for group, before, made in groups:
+            group |= {
+                name: made[name] for name in made.keys() & before if made[name] != before[name]
+            }
+        return optimizer
 
     def compute_gradients(self, rows: Spill, order: Iterator[Any], times: Times) -> None:
         """Compute the gradients of the next batch, and count its loss and rows.
@@ -800,6 +820,7 @@ class Worker(ModelReplica):
             state = {
                 "model": self.model.state_dict(),
                 "optimizer": self.trainer.optimizer.state_dict(),
+                "made": self.made,
             }
             names = "history", "losses", "best", "unfinished"
             attempt = {name: getattr(self, name) for name in names}
@@ -815,7 +836,7 @@ class Worker(ModelReplica):
     def load(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint."""
         self.model.load_state_dict(state["model"])
-        self.trainer.optimizer.load_state_dict(state["optimizer"])
+        self.trainer.optimizer.load_state_dict(self.continued(state))
         attempt = state.get("attempt", {})
         vars(self).update(attempt)
         if not self.job.patience:  # the earlier fit had it
