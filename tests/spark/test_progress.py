@@ -24,7 +24,8 @@ from gradwire import GradwireError, Node  # noqa: E402
 from gradwire.spark import session  # noqa: E402
 from gradwire.spark.progress import Progress  # noqa: E402
 from gradwire.spark.session import keeping_slots, task_failure, told_in_one_line  # noqa: E402
-from gradwire.spark.watch import Watch  # noqa: E402
+from gradwire.spark.watch import WORKERS_MAX, Watch  # noqa: E402
+from gradwire.transport import Peer, PeerJoined, PeerLost  # noqa: E402
 
 SECRET = bytes(range(32))
 WAIT_S = 30.0
@@ -179,6 +180,24 @@ def test_an_attempt_that_said_why_it_failed_is_told_once(
     with driver.attempt(4):
         wait_for_log(caplog, "attempt 2 of 3: a worker's process")
     assert caplog.text.count("training begins again") == 2
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_worker_that_was_killed_is_not_missed_once_the_next_attempt_has_begun(
+    make_driver: Any, caplog: pytest.LogCaptureFixture, first: int
+) -> None:
+    """The driver hears of its silence only when the first worker of the next attempt has come."""
+    driver = make_driver(retries=3)
+    peers = [Peer(task * WORKERS_MAX + task % 2, 1, "127.0.0.1:9") for task in range(4)]
+    for peer in (*peers[:2], peers[2 + first]):
+        driver.progress._take_event(PeerJoined(peer))
+    driver.progress._take_event(PeerLost(peers[1 - first], "timeout"))
+    assert not driver.cancelled.is_set()
+    assert caplog.text.count("training begins again") == 1
+    driver.progress._take_event(PeerJoined(peers[3 - first]))
+    driver.progress._take_event(PeerLost(peers[3 - first], "timeout"))
+    assert driver.cancelled.is_set()
+    assert f"attempt 2 of 4: worker {1 - first} on 127.0.0.1 was silent" in caplog.text
 
 
 def test_workers_that_do_not_come_where_all_meet_are_named(

@@ -127,6 +127,9 @@ class Progress:
             if task not in tasks:
                 if self.failure is None and self._reported_failures < len(tasks) <= self._retries:
                     self._warn(len(tasks), _DIED)
+                if tasks and tasks[-1] > self._failed_task:
+                    # The last attempt has failed. Its workers that were killed are not silent in this one.
+                    self._failed_task = self._latest_task()
                 tasks.append(task)
                 self._waits.pop(worker, None)
             if len(tasks) > self._retries + 1:
@@ -184,9 +187,13 @@ class Progress:
         if attempts > self._retries:
             self._end(text, trace, delay_s)
             return False
-        self._failed_task = max(map(max, self._tasks.values()), default=-1)
+        self._failed_task = self._latest_task()
         self._warn(attempts, text)
         return True
+
+    def _latest_task(self) -> int:
+        """Return Spark's highest number of all attempts that the driver knows, -1 without any."""
+        return max((task for tasks in self._tasks.values() for task in tasks), default=-1)
 
     def _warn(self, attempts: int, text: str) -> None:
         """Log why the latest of so many attempts failed."""
