@@ -10,7 +10,7 @@ import pytest
 
 pa: Any = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
 
-from gradwire.spark.data import LABEL, VALIDATION, are_spread, summarize  # noqa: E402
+from gradwire.spark.data import LABEL, VALIDATION, are_spread, column_for, summarize  # noqa: E402
 
 pytestmark = pytest.mark.spark
 
@@ -87,3 +87,30 @@ def test_only_rows_for_training_count_and_arrays_are_flattened() -> None:
     assert summary.to_pylist() == [{"rows": 2, "labels": 3, "sum": 6.0, "squares": 14.0}]
     [empty] = summarize(iter([]))
     assert empty.to_pylist() == [{"rows": 0, "labels": 0, "sum": 0.0, "squares": 0.0}]
+
+
+def test_thousands_of_columns_are_looked_up_in_one_schema(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With Spark Connect a schema is copied whenever somebody looks at it."""
+    functions = pytest.importorskip("pyspark.sql.functions", reason="pyspark is not installed")
+    types = pytest.importorskip("pyspark.sql.types", reason="pyspark is not installed")
+
+    class Column(str):
+        def cast(self, kind: str) -> Column:
+            return Column(f"{self} as {kind}")
+
+    class Frame:
+        looks = 0
+
+        @property
+        def schema(self) -> Any:
+            self.looks += 1
+            return types.StructType([types.StructField(f"c{i}", types.LongType()) for i in "abc"])
+
+    monkeypatch.setattr(functions, "col", Column)
+    monkeypatch.setattr(functions, "array", lambda *columns: list(columns))
+    frame: Any = Frame()
+    columns = column_for("features", frame, ["cc", "ca"])
+    assert columns == [f"`{name}` as float as float" for name in ("cc", "ca")]
+    assert frame.looks == 1
+    with pytest.raises(ValueError, match="no column 'cd' for one feature; the columns are ca, cb"):
+        column_for("features", frame, ["cd"])

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
+    from pyspark.sql.types import DataType
 
 __all__ = [
     "FEATURES",
@@ -52,19 +53,26 @@ def column_for(role: str, data: DataFrame, name: str | list[str]) -> Column:
         ValueError: there is no such column.
         TypeError: the column's type does not suit its role.
     """
+    from pyspark.sql import functions as F  # noqa: N812
+
+    # Once: with Spark Connect every look at the schema copies it, which took minutes for thousands of columns.
+    kinds = {field.name: field.dataType for field in data.schema}
+    if isinstance(name, str):
+        return _column_for(role, kinds, name)
+    return F.array(*[_column_for("one feature", kinds, part).cast("float") for part in name])
+
+
+def _column_for(role: str, kinds: dict[str, DataType], name: str) -> Column:
     from pyspark.ml.functions import vector_to_array
     from pyspark.sql import functions as F  # noqa: N812
 
-    if not isinstance(name, str):
-        return F.array(*[column_for("one feature", data, part).cast("float") for part in name])
-    try:
-        kind = data.schema[name].dataType
-    except KeyError:
-        is_field = name.partition(".")[0] in data.columns
+    if name not in kinds:
+        is_field = str(name).partition(".")[0] in kinds
         way = f"; a field must be a column: select it first, as col({name!r})" if is_field else ""
         raise ValueError(
-            f"there is no column {name!r} for {role}; the columns are {', '.join(data.columns)}{way}"
-        ) from None
+            f"there is no column {name!r} for {role}; the columns are {', '.join(kinds)}{way}"
+        )
+    kind = kinds[name]
     text = kind.simpleString()
     column = F.col("`" + name.replace("`", "``") + "`")  # a dot would be one of a field
     if "Vector" in type(kind).__name__:
