@@ -199,7 +199,7 @@ class Progress:
         """Log why the latest of so many attempts failed."""
         self._reported_failures = attempts
         _LOG.warning(
-            "attempt %d of %d: %s; training begins again at the last checkpoint",
+            "attempt %d of %d: %s; training begins again, at the last checkpoint if there is one",
             attempts,
             self._retries + 1,
             text,
