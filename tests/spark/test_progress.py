@@ -318,13 +318,16 @@ def test_spark_s_error_becomes_one_line_with_the_worker_s_own() -> None:
     assert task_failure(RuntimeError("there is no table x")) == ("", "")
 
 
-def test_a_python_without_gradwire_is_told_with_the_way_out() -> None:
+@pytest.mark.parametrize("module", ["gradwire", "pyarrow", "torch"])
+def test_a_python_without_gradwire_or_what_it_needs_is_told_with_the_way_out(module: str) -> None:
     java = JAVA_TEXT.replace("gradwire.errors.PeerLost: worker 1 on 10.1.1.7 is gone", "{}")
-    error = RuntimeError(java.format("ModuleNotFoundError: No module named 'gradwire'"))
+    error = RuntimeError(java.format(f"ModuleNotFoundError: No module named '{module}'"))
     text, _ = task_failure(error)
-    assert "set PYSPARK_PYTHON" in text
+    assert f"executors has no {module}: set PYSPARK_PYTHON" in text
     assert sys.executable in text
     assert "\n" not in text
+    text, _ = task_failure(RuntimeError(java.format("ModuleNotFoundError: No module named 'mine'")))
+    assert text == "a worker failed: ModuleNotFoundError: No module named 'mine'"
 
 
 def test_a_cancelled_job_is_told_without_a_worker() -> None:

@@ -41,7 +41,8 @@ __all__ = [
 
 _LOG = logging.getLogger("gradwire.spark")
 
-_NO_GRADWIRE: Final = "No module named 'gradwire'"
+# Of gradwire and of what it needs: other modules may be the user's own, which are sent in other ways.
+_NO_MODULE: Final = re.compile("No module named '(gradwire|numpy|pandas|pyarrow|fsspec|torch)'")
 _NO_PROGRAM: Final = re.compile('Cannot run program "[^"]*"')
 _IN_JAVA: Final = "\n\tat "
 _CANCELLED: Final = re.compile("SPARK_JOB_CANCELLED|OPERATION_CANCELED|SparkContext was shut down")
@@ -316,7 +317,9 @@ def task_failure(error: Exception) -> tuple[str, str]:
     text = str(error)
     if _CANCELLED.search(text):
         return f"Spark's job was cancelled: {_reason(text)}", ""
-    if not any(part in text for part in (_NO_GRADWIRE, _IN_JAVA, "barrier", "gradwire/spark")):
+    if not any(part in text for part in (_IN_JAVA, "barrier", "gradwire/spark")) and (
+        not _NO_MODULE.search(text)
+    ):
         return "", ""
     text, trace = _failure(error)
     return f"{'a worker' if trace or 'crashed' in text else 'the job'} failed: {text}", trace
@@ -332,8 +335,10 @@ def _failure(error: Exception) -> tuple[str, str]:
     """Return a task's error in one line, and its traceback if it has one."""
     text = str(error)
     program = _NO_PROGRAM.search(text)
-    if program or _NO_GRADWIRE in text:
-        reason = program[0] if program else "the Python of Spark's executors has no gradwire"
+    module = _NO_MODULE.search(text)
+    if program or module:
+        missing = module and f"the Python of Spark's executors has no {module[1]}"
+        reason = program[0] if program else missing
         return (
             f"{reason}: set PYSPARK_PYTHON to the interpreter of the environment in which gradwire is installed, "
             f"before the session begins (this process runs {sys.executable})"
