@@ -502,14 +502,15 @@ def test_of_many_that_went_the_last_are_named_first() -> None:
     runs = list(map(introductions.register, peers))
     assert introductions.describe_departed() == ""
     for run in runs[1:4]:
-        introductions.forget(run, "is silent")
+        introductions.forget(run, "timeout")
     assert introductions.describe_departed() == (
         "host-3 is silent, host-2 is silent, host-1 is silent"
     )
     for run in runs[4:8]:
-        introductions.forget(run, "crashed")
+        introductions.forget(run, "restarted")
     assert introductions.describe_departed() == (
-        "host-7 crashed, host-6 crashed, host-5 crashed, host-4 crashed, host-3 is silent, and 2 more"
+        "host-7 is gone: restarted, host-6 is gone: restarted, host-5 is gone: restarted, host-4 is gone: restarted, "
+        "host-3 is silent, and 2 more"
     )
     assert introductions.describe_departed(runs[1:8]).count("host") == 7
 

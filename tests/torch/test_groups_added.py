@@ -224,11 +224,12 @@ def test_a_node_that_is_lost_while_a_group_is_added_ends_nobody(
             return None
         optimizer.add_param_group({"params": net[0].parameters()})
         losses = train(net, optimizer, rank, range(3, 8))
-        return optimizer.shared_tensors(), losses, len(optimizer.exchange.members)
+        return optimizer.shared_tensors(), losses, optimizer.result
 
-    _, (first, _, others), (second, _, _) = run_together(work)
+    _, (first, _, result), (second, _, _) = run_together(work)
     assert all(map(torch.equal, first, second))
-    assert others == 1
+    assert result is not None
+    assert result.received == 1
 
 
 def test_groups_that_cannot_be_added_are_refused() -> None:

@@ -96,12 +96,6 @@ def _describe_too_few(join: Join) -> str:
     )
 
 
-def _are_lost(join: Join, members: Collection[NodeRun]) -> bool:
-    """Return whether there were such members, and none is left or has said that it leaves."""
-    peers, has_finished = join._membership.peers, join._introductions.has_finished
-    return bool(members) and not any(run in peers or has_finished(run) for run in members)
-
-
 def _deliver(join: Join, others: Collection[NodeRun]) -> None:
     """Wait until all connected nodes have everything that this node has sent, as long as they take anything.
 
@@ -138,9 +132,9 @@ def _deliver(join: Join, others: Collection[NodeRun]) -> None:
             )
         # Received as before: a node that takes no messages would hold up the others.
         join.poll(clock.ROOM_POLL_S)
-    if lost or _are_lost(join, others):
+    if lost:
         join.poll(0.0)  # a node that has finished says so before it closes the connection
-    if _are_lost(join, others):
+    if others and all(map(introductions.is_out_of_reach, others)):
         lost.update(others)
     lost = {run for run in lost if not introductions.has_finished(run)}
     if not lost:

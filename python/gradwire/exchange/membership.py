@@ -19,7 +19,6 @@ from ..message import Message
 from ..slices import LEAST_SLICE_BYTES, Assembler, Outgoing, Slicer, tag_of_slice
 from ..transport import Peer, PeerLost
 from .protocol import (
-    DROPPED,
     STEP_S_MAX,
     TAG_NUMBERS,
     Hello,
@@ -625,13 +624,6 @@ class Membership:
         return updates
 
 
-# Why a connection without a goodbye ended. Silence lasts ``Limits.down_s``, 10 s by default.
-_REASONS = {
-    "left": "crashed, or closed its node before leave()",
-    "timeout": "is silent",
-    "dropped by the peer": DROPPED,
-}
-
 Handler = Callable[[NodeRun, int, memoryview], None]
 
 
@@ -857,8 +849,7 @@ class Router:
             for event in events:
                 if isinstance(event, PeerLost):
                     run = run_of(event.peer)
-                    why = event.reason
-                    self._forget_connection(run, _REASONS.get(why, f"is gone: {why}"))
+                    self._forget_connection(run, event.reason)
                     ended.add(run)
             self.remaining.extend(self.node.receive(timeout_s=0.0))
             self._greet(self.node.peers)

@@ -55,7 +55,15 @@ VERSIONS = [14, 1]  # of this protocol, and of docs/message-format.md
 
 TAG_NUMBERS = 1 << 56  # ``divmod(tag, TAG_NUMBERS)`` is kind and number
 _RELAY = struct.Struct("<QQQ")
-DROPPED = "has gone on without this node"  # why a connection has ended
+# Why a connection without a goodbye has ended, by the transport's reason. Silence lasts ``Limits.down_s``, 10 s by
+# default.
+DROPPED = "has gone on without this node"
+_SILENT = "is silent"
+_REASONS = {
+    "left": "crashed, or closed its node before leave()",
+    "timeout": _SILENT,
+    "dropped by the peer": DROPPED,
+}
 STEP_S_MAX = 86_400.0  # between two exchanges
 _NAMED_MAX = 5
 _LISTED_MAX = 4  # longer lists are described by their first difference
@@ -567,6 +575,10 @@ class Introductions:
         """Return whether a node has ended the connection, because it heard nothing of this one for too long."""
         return self._reasons.get(run) == DROPPED
 
+    def is_out_of_reach(self, run: NodeRun) -> bool:
+        """Return whether the connection has ended although the node may run: one of the two has heard nothing."""
+        return self._reasons.get(run) in (_SILENT, DROPPED)
+
     def add_workers(self, runs: Iterable[NodeRun]) -> None:
         """Remember nodes that own no parameters, of which other nodes have said so."""
         self.workers.update(runs)
@@ -717,7 +729,7 @@ class Introductions:
         """Forget what was said on a connection that has ended: the next one begins with an introduction."""
         if reason is not None:
             self.interrupted.add(run)
-            self._reasons.setdefault(run, reason)
+            self._reasons.setdefault(run, _REASONS.get(reason, f"is gone: {reason}"))
         self.hellos.pop(run, None)
         self.incompatible.pop(run, None)
 
