@@ -134,6 +134,7 @@ def _deliver(join: Join, others: Collection[NodeRun]) -> None:
         join.poll(clock.ROOM_POLL_S)
     if lost:
         join.poll(0.0)  # a node that has finished says so before it closes the connection
+    # The step of the last update may have ended because all others were lost in it: then nobody has the update.
     if others and all(map(introductions.is_out_of_reach, others)):
         lost.update(others)
     lost = {run for run in lost if not introductions.has_finished(run)}

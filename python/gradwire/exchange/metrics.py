@@ -203,7 +203,7 @@ class Meter:
 
 
 class ResidualMonitor:
-    """Logs warnings, with the remedy: for messages that are not sparse, and for a residual that outgrows thresholds."""
+    """Logs warnings, with the remedy: of messages that are not sparse, of a residual that outgrows its threshold."""
 
     def __init__(self, residuals: Residuals) -> None:
         self._residuals = residuals

@@ -223,7 +223,7 @@ class _State:
         """Return the states of a model and its optimiser."""
         replica = _load(self._job, {"flat": torch.from_numpy(self._flat), "rest": self._rest})
         states = {name: getattr(replica, name).state_dict() for name in ("model", "optimizer")}
-        return {**states, "made": replica.made}
+        return {**states, "initial_options": replica.initial_options}
 
 
 def _averaging(job: TrainingJob) -> ParameterAveraging:

@@ -174,8 +174,8 @@ class ModelReplica:
         made = job.optimizer(self.model.parameters())
         self.optimizer = _made("optimizer", made, torch.optim.Optimizer)
         self.loss = job.loss()
-        #: the options of the optimiser's groups as its function makes them
-        self.made: list[dict[str, Any]] = [
+        # Of the optimiser's groups, as its function makes them.
+        self.initial_options: list[dict[str, Any]] = [
             {name: value for name, value in group.items() if name != "params"}
             for group in self.optimizer.param_groups
         ]
@@ -187,12 +187,13 @@ class ModelReplica:
         """
         optimizer: dict[str, Any] = state["optimizer"]
         groups = zip(
-            optimizer["param_groups"], state.get("made", self.made), self.made, strict=False
+            optimizer["param_groups"],
+            state.get("initial_options", self.initial_options),  # older checkpoints have none
+            self.initial_options,
+            strict=False,
         )
-        for group, before, made in groups:
-            group |= {
-                name: made[name] for name in made.keys() & before if made[name] != before[name]
-            }
+        for group, before, now in groups:
+            group |= {name: now[name] for name in now.keys() & before if now[name] != before[name]}
         return optimizer
 
     def compute_gradients(self, rows: Spill, order: Iterator[Any], times: Times) -> None:
@@ -820,7 +821,7 @@ class Worker(ModelReplica):
             state = {
                 "model": self.model.state_dict(),
                 "optimizer": self.trainer.optimizer.state_dict(),
-                "made": self.made,
+                "initial_options": self.initial_options,
             }
             names = "history", "losses", "best", "unfinished"
             attempt = {name: getattr(self, name) for name in names}
