@@ -116,7 +116,9 @@ def test_a_node_that_leaves_says_where_its_last_update_has_reached_nobody(topolo
             node.cluster.compute(node, 1.0)
             node.cluster.kill(node)
             return
-        with pytest.raises(gw.errors.PeerLost, match="lost before it had this node's last update"):
+        with pytest.raises(
+            gw.errors.PeerLost, match="lost before this node's last update had arrived"
+        ):
             share.leave(params)
 
     run_cluster(work, count=2, seed=0)

@@ -140,7 +140,8 @@ def _deliver(join: Join, others: Collection[NodeRun]) -> None:
     lost = {run for run in lost if not introductions.has_finished(run)}
     if not lost:
         return
-    text = f"{introductions.describe(lost)} was lost before it had this node's last update"
+    names = introductions.describe(lost)
+    text = f"the connection with {names} was lost before this node's last update had arrived"
     if connected:
         _LOG.warning("%s", text)
     elif join._replica.pending is not None:
