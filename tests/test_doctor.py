@@ -439,6 +439,16 @@ def test_port_0_of_a_peer_is_nothing_to_connect_to(capsys: pytest.CaptureFixture
     assert "nothing can be reached at port 0" in captured.err
 
 
+@pytest.mark.parametrize("arguments", [[""], ["--bind", ""]])
+def test_an_empty_address_is_refused_and_not_taken_for_none(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "address '' is not of the form host:port" in captured.err
+
+
 def test_a_peer_without_a_secret_ends_with_status_1_and_the_command_that_makes_one(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

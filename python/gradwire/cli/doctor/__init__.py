@@ -46,12 +46,16 @@ def run(arguments: argparse.Namespace) -> int:
 
     peer = arguments.peer
     mask = arguments.mask
-    if arguments.serve and (peer or arguments.json):
+    # An empty address, as of a variable of the shell that is not set, is not the same as none.
+    has_peer = peer is not None
+    if arguments.serve and (has_peer or arguments.json):
         print("gradwire doctor: --serve goes without a peer and without --json", file=sys.stderr)
         return 2
-    wildcard = "[::]" if (peer or "").startswith("[") else "0.0.0.0"  # noqa: S104
-    bind = arguments.bind or f"{wildcard}:{DEFAULT_PORT if arguments.serve else 0}"
-    needs_secret = bool(arguments.serve or peer)
+    wildcard = "[::]" if has_peer and peer.startswith("[") else "0.0.0.0"  # noqa: S104
+    bind = arguments.bind
+    if bind is None:
+        bind = f"{wildcard}:{DEFAULT_PORT if arguments.serve else 0}"
+    needs_secret = arguments.serve or has_peer
     try:
         on_machine = machine.check(bind, mask, peer, needs_secret=needs_secret)
         checks = _printed(on_machine, quiet=arguments.json)

@@ -69,7 +69,7 @@ def check(bind: str, mask: str | None, peer: str | None, *, needs_secret: bool) 
         ValueError: ``bind`` or ``peer`` is not an address, or ``peer`` has no port to connect to.
     """
     addressing.parse_address(bind)
-    if peer and not addressing.parse_address(peer)[1]:
+    if peer is not None and not addressing.parse_address(peer)[1]:
         raise ValueError(
             f"address {peer!r}: nothing can be reached at port 0: give the port of `gradwire doctor --serve`, from 1 "
             "to 65535"
