@@ -500,6 +500,35 @@ def test_only_the_node_that_stood_still_joins_again(connects_at: int, seed: int,
     assert late.share.next_step == other.share.next_step
 
 
+@pytest.mark.parametrize("seed", seeds(6))
+@pytest.mark.parametrize("options", [{}, {"topology": "sharded"}], ids=str)
+def test_a_newcomer_stays_where_a_node_that_stood_still_has_never_heard_of_it(
+    options: Any, seed: int
+) -> None:
+    """That node still counts the other member in, and has the lowest id: this is no part of a split network."""
+    with cluster(seed) as world:
+        late, other = (Trainer(world, node_id, 90, min_peers=1, **options) for node_id in (1, 20))
+        world.run(until=lambda: len(other.results) > 5)
+        world.stopped.add(late.node)
+        drop(world, late.node, [other.node])
+        world.run(until=lambda: not other.share.members)
+        newcomer = Trainer(world, 30, 90, min_peers=1, **options)
+        world.cut(late.node, newcomer.node)
+        world.run(until=lambda: newcomer.share._membership.phase is Phase.IN)
+        world.run(until=lambda: len(newcomer.results) > 5)
+        for node in (newcomer.node, other.node):
+            world.connect(late.node, node)
+        world.stopped.clear()
+        phases: set[Phase] = set()
+        staying = [other.share._membership, newcomer.share._membership]
+        world.run(
+            until=lambda: phases.update(each.phase for each in staying) or other.worker.is_done
+        )
+        world.run()
+    assert Phase.JOINING not in phases
+    assert_identical([late, other, newcomer])
+
+
 @pytest.mark.parametrize("seed", seeds(3))
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("options", [{}, {"topology": "sharded"}], ids=str)

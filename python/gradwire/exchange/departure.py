@@ -837,10 +837,21 @@ class Trainings:
                 return
             if was_outside:
                 return
-        if not names_this_node:  # synchronous newcomers are admitted at the end of a step
+        # Synchronous newcomers are admitted at the end of a step.
+        if not names_this_node and not self._is_outdated(hello):
             self.give_way(run, hello)
             if was_outside:
                 self._router.introduce(run)  # its part may be the one that has to join
+
+    def _is_outdated(self, hello: Hello) -> bool:
+        """Return whether a synchronous node counts a member in that, by its own word, takes part with this node."""
+        # The sender stood still while others went on and admitted newcomers, which it has never met. Members that it
+        # knows tell it that it was left behind.
+        members = self._membership.peers
+        return self._is_sync and any(
+            run in members and run in hello.members and self._membership.run in own.members
+            for run, own in self._introductions.compatible(Phase.IN).items()
+        )
 
     def _admit(self, run: NodeRun, first_step: int) -> None:
         """Make a node a member that this node's group has admitted, or join again if this node lacks its updates."""
