@@ -500,6 +500,21 @@ def test_only_the_node_that_stood_still_joins_again(connects_at: int, seed: int,
     assert late.share.next_step == other.share.next_step
 
 
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_node_that_stood_still_until_the_others_ended_is_told_whose_parameters_count(
+    mode: str,
+) -> None:
+    with cluster(1) as world:
+        late, other = (Trainer(world, node_id, 20, mode=mode, min_peers=1) for node_id in (1, 20))
+        world.run(until=lambda: len(other.results) > 5)
+        world.stopped.add(late.node)
+        drop(world, late.node, [other.node])
+        world.run(until=lambda: other.worker.is_done)
+        world.stopped.clear()
+        with pytest.raises(TimeoutError, match="the training's parameters are theirs"):
+            world.run()
+
+
 @pytest.mark.parametrize("seed", seeds(6))
 @pytest.mark.parametrize("options", [{}, {"topology": "sharded"}], ids=str)
 def test_a_newcomer_stays_where_a_node_that_stood_still_has_never_heard_of_it(

@@ -26,7 +26,7 @@ from .notes import Notes
 from .options import Options
 from .owner import can_be_of_same_owners
 from .parameters import MomentumSum
-from .protocol import Hello, Kind, NodeRun, Phase, run_of
+from .protocol import DROPPED, Hello, Kind, NodeRun, Phase, run_of
 from .replica import Replica, add_to_exported, drop_outdated
 from .results import Pace
 from .snapshot import Donor, NodeState, Recipient, Snapshot
@@ -622,6 +622,8 @@ def _describe_outside(join: Join, earlier: str) -> str:
         return f"no part of a snapshot has come; {datagram_hint(join._router.node)}"
     kept_out = f"it could not come in before: {earlier}" if earlier else ""
     gone = join._introductions.describe_departed()
+    if DROPPED in gone:
+        gone += ": if the others have ended, the training's parameters are theirs, not this node's"
     return recipient.progress or "; ".join(filter(None, [gone, kept_out]))
 
 
