@@ -124,6 +124,23 @@ def test_a_model_saved_and_loaded_predicts_the_same(rows: Any, tmp_path: Path) -
         TorchEstimator.load(f"{tmp_path}/model")
 
 
+def test_a_prediction_replaces_no_column(session: Any, rows: Any) -> None:
+    """As with the models of `pyspark.ml`; Spark itself would replace it."""
+    model = make_estimator(epochs=1, raw_prediction_col="raw").fit(rows)
+    predicted = model.transform(rows)
+    with pytest.raises(ValueError, match="prediction_col is 'prediction', which is a column of"):
+        model.transform(predicted)
+    with pytest.raises(ValueError, match="raw_prediction_col is 'raw', which is a column of the"):
+        model.transform(rows.withColumnRenamed("weight", "RAW"))
+    assert model.transform(predicted.drop("prediction", "raw")).columns == predicted.columns
+    session.conf.set("spark.sql.caseSensitive", "true")
+    try:
+        renamed = rows.withColumnRenamed("weight", "RAW")
+        assert model.transform(renamed).columns[-3:] == ["RAW", "prediction", "raw"]
+    finally:
+        session.conf.unset("spark.sql.caseSensitive")
+
+
 @pytest.mark.parametrize("training", [None, ParameterAveraging(via="spark")], ids=str)
 def test_a_state_that_is_too_large_for_a_task_goes_to_the_executors_beside_it(
     rows: Any, training: Any
@@ -301,6 +318,24 @@ def test_patience_needs_rows_for_validation(rows: Any, via: Any) -> None:
     estimator = make_estimator(training=ParameterAveraging(via=via), **options)
     with pytest.raises((ValueError, gw.GradwireError), match="patience needs rows for validation"):
         estimator.fit(rows.filter("not held"))
+
+
+@pytest.mark.parametrize("via", ["udp", "spark"])
+def test_weights_that_are_all_zero_are_refused(rows: Any, via: Any) -> None:
+    def loss() -> Any:
+        import torch
+
+        return torch.nn.CrossEntropyLoss(reduction="none")
+
+    training = ParameterAveraging(via=via)
+    names: dict[str, Any] = {"weight_col": "weight", "validation_indicator_col": "held"}
+    estimator = make_estimator(training=training, loss=loss, patience=1, **names)
+    for weight, text in (
+        ("cast(not held as int)", "rows for validation with a weight above 0 in column 'weight'"),
+        ("cast(held as int)", "all rows to train on have weight 0 in column 'weight'"),
+    ):
+        with pytest.raises((ValueError, gw.GradwireError), match=text):
+            estimator.fit(rows.selectExpr("features", "label", "held", f"{weight} weight"))
 
 
 def test_training_stops_early_and_gives_the_best_model(rows: Any) -> None:
@@ -703,6 +738,13 @@ def test_wrong_columns_and_options_are_refused_before_anything_is_started(rows: 
         ({"features_col": "nested"}, TypeError, r"or a vector \(flatten\(...\) makes one of it"),
         ({"validation_indicator_col": "label"}, TypeError, "it must be boolean"),
         ({"patience": 2}, ValueError, "patience needs validation_indicator_col"),
+        (
+            {"prediction_col": "label"},
+            ValueError,
+            "prediction_col is 'label', which is a column of the DataFrame already",
+        ),
+        ({"raw_prediction_col": "Features"}, ValueError, "raw_prediction_col is 'Features', which"),
+        ({"probability_col": "prediction"}, ValueError, "which is prediction_col already"),
         ({"num_workers": 0}, ValueError, "num_workers must be a whole number of at least 1, got 0"),
         ({"retries": -1}, ValueError, "retries must be a whole number of at least 0, got -1"),
         ({"batch_size": 32.0}, ValueError, "batch_size must be a whole number"),

@@ -28,8 +28,8 @@ pytest.importorskip("pyarrow", reason="pyarrow is not installed")
 pytest.importorskip("fsspec", reason="fsspec is not installed")
 pytest.importorskip("pandas", reason="pandas is not installed")
 
-from gradwire.spark.checkpoints import Checkpoints, unpack  # noqa: E402
-from gradwire.spark.data import FEATURES, LABEL, VALIDATION  # noqa: E402
+from gradwire.spark.checkpoints import Checkpoints, Position, unpack  # noqa: E402
+from gradwire.spark.data import FEATURES, LABEL, VALIDATION, WEIGHT  # noqa: E402
 from gradwire.spark.rounds import (  # noqa: E402
     _CHUNK,
     _STATE,
@@ -765,3 +765,65 @@ def test_a_model_that_exits_is_an_error_that_every_attempt_would_have(
     [row] = batch.to_pylist()
     assert (row["worker"], row["kind"]) == (0, "error")
     assert row["data"].startswith(b"SystemExit: --data is missing (on 127.0.0.1)\n")
+
+
+def adam(params: Any) -> Any:
+    return torch.optim.Adam(params, lr=1e-3)
+
+
+@pytest.mark.parametrize("way", ["a worker", "through Spark"])
+def test_a_checkpoint_of_another_model_or_optimizer_is_refused_before_training(
+    tmp_path: Path, way: str
+) -> None:
+    """Where a step says KeyError: 'step'."""
+
+    def fit(name: str, resume: str | None = None, **options: Any) -> Any:
+        checkpoints = Checkpoints(f"{tmp_path}/{name}", resume and f"{tmp_path}/{resume}", 1000)
+        job = replace(local_job(epochs=1), checkpoints=checkpoints, **options)
+        if way == "a worker":
+            return work_alone(job, rows_of(12))
+        state = _State(replace(job, training=ParameterAveraging(via="spark")))
+        if resume:
+            state.start_from(checkpoints.read(0, 1)[1])
+        checkpoints.write(0, 0, state.complete())
+        checkpoints.finish(0, 1, Position())
+        return state
+
+    class Tuned(torch.optim.SGD):
+        pass
+
+    fit("sgd")
+    fit("adam", optimizer=adam)
+    fit("tuned", resume="sgd", optimizer=lambda params: Tuned(params, lr=1e-3))
+    fit("again", resume="tuned")
+    folder = f"the checkpoint in {tmp_path}"
+    with pytest.raises(
+        ValueError, match=f"{folder}/sgd does not fit .* an optimizer SGD, not Adam"
+    ):
+        fit("other", resume="sgd", optimizer=adam)
+    with pytest.raises(ValueError, match="an optimizer Adam, not Adamax"):
+        fit("other", resume="adam", optimizer=torch.optim.Adamax)
+    with pytest.raises(ValueError, match=f"{folder}/sgd does not fit .*: .* Unexpected key"):
+        fit("other", resume="sgd", model=lambda: torch.nn.Linear(1, 1))
+
+
+def test_rows_whose_weights_are_all_zero_are_refused() -> None:
+    def fit(weights: list[float], **options: Any) -> Any:
+        import pyarrow as pa
+
+        batch = rows_of(2, held=2).append_column(WEIGHT, pa.array(weights))
+        job = local_job(epochs=2, **options)
+        columns = {**job.columns, WEIGHT: "importance"}
+        loss = lambda: torch.nn.MSELoss(reduction="none")  # noqa: E731
+        return work_alone(replace(job, columns=columns, loss=loss), batch)
+
+    assert len(history_of(fit([0.0, 1.0, 0.0, 1.0], patience=1))) == 2
+    assert len(history_of(fit([0.0, 1.0, 0.0, 0.0]))) == 2
+    with pytest.raises(
+        ValueError, match="all rows to train on have weight 0 in column 'importance'"
+    ):
+        fit([0.0, 0.0, 1.0, 1.0])
+    with pytest.raises(
+        ValueError, match="rows for validation with a weight above 0 in column 'imp"
+    ):
+        fit([1.0, 1.0, 0.0, 0.0], patience=1)

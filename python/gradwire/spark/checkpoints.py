@@ -153,6 +153,21 @@ class Checkpoints:
                     )
             raise
 
+    @contextlib.contextmanager
+    def named_if_other(self) -> Iterator[None]:
+        """Raise why the state to resume from cannot be loaded with its folder: torch names only tensors.
+
+        Raises:
+            ValueError: the state is of another model or optimiser.
+        """
+        try:
+            yield
+        except Exception as error:
+            raise ValueError(
+                f"the checkpoint in {self.resume or self.folder} does not fit the model or the optimizer "
+                f"({one_line(error)}): resume with those of the earlier fit, or begin anew"
+            ) from error
+
     def is_due(self, before: int, done: int) -> bool:
         """Return whether to write a checkpoint after the steps from ``before`` to ``done``."""
         return self.folder is not None and done // self.every > before // self.every

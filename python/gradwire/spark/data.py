@@ -123,6 +123,15 @@ class Spill:
         """Size of the rows."""
         return sum(array.nbytes for array in self.arrays.values())
 
+    @property
+    def weight(self) -> float:
+        """Sum of the rows' weights, which are 1 without a column of them."""
+        return (
+            float(self.arrays[WEIGHT].sum(dtype=np.float64))
+            if WEIGHT in self.arrays
+            else float(self.rows)
+        )
+
     def finish(self) -> None:
         """Map the files."""
         for name, (file, dtype, shape) in self._files.items():

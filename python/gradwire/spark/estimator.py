@@ -130,6 +130,7 @@ _ESTIMATOR: dict[str, Any] = {
     "collect_stats": False,
 }
 
+_OUTPUTS = ("prediction_col", "raw_prediction_col", "probability_col")
 _ROLES = {
     data.FEATURES: "features_col",
     data.LABEL: "label_col",
@@ -337,6 +338,11 @@ class TorchEstimator(Estimator["TorchModel"], Stored):
             for role, name in _ROLES.items()
             if self.getOrDefault(name) is not None
         ]
+        used: list[str] = []
+        for name in _ROLES.values():
+            value = self.getOrDefault(name) or []
+            used += [value] if isinstance(value, str) else value
+        _check_outputs(self, dataset.sparkSession, used)
         return dataset.select(*columns)
 
     def _dealt(self, rows: DataFrame) -> DataFrame:
@@ -513,6 +519,7 @@ class TorchModel(Model, Stored):
         self.check_code()
         values = {name: self.getOrDefault(name) for name in _BOTH}
         spark = dataset.sparkSession
+        _check_outputs(self, spark, dataset.columns)
         sent = self._sent
         if sent is None or sent[0] is not spark or sent[1] is not self.state:
             # Not closed: the DataFrame that is returned may be used for as long as the session.
@@ -534,6 +541,27 @@ class TorchModel(Model, Stored):
             if values[name]:
                 predicted = predicted.withColumn(values[name], column)
         return predicted.drop("gradwire_outputs")
+
+
+def _check_outputs(params: Params, spark: SparkSession, columns: list[str]) -> None:
+    """Raise if a column of the predictions would replace another column, as those of `pyspark.ml` do.
+
+    Raises:
+        ValueError: it would.
+    """
+    is_exact = str(spark.conf.get("spark.sql.caseSensitive", "false")).lower() == "true"
+    folded = columns if is_exact else map(str.lower, columns)
+    taken = dict.fromkeys(folded, "a column of the DataFrame")
+    for option in _OUTPUTS:
+        name = params.getOrDefault(option)
+        if not name:
+            continue
+        key = name if is_exact else name.lower()
+        if key in taken:
+            raise ValueError(
+                f"{option} is {name!r}, which is {taken[key]} already: choose another name, or drop the column"
+            )
+        taken[key] = option
 
 
 def _plain(value: Any) -> Any:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from ..clock import now_s
 from .checkpoints import Position, pack, pack_into, unpack
-from .data import VALIDATION, shuffled, spill
+from .data import VALIDATION, WEIGHT, shuffled, spill
 from .session import Parcel
 from .train import (
     Averaged,
@@ -29,6 +29,7 @@ from .train import (
     Times,
     TrainingJob,
     best_epoch,
+    check_weights,
     epoch_rows,
     is_averaged,
     is_over,
@@ -81,8 +82,14 @@ def fit(
         count = rows.filter(~is_held).count()
         if not count:
             raise ValueError("there are no rows to train on")
-        if job.patience and rows.filter(is_held).isEmpty():
-            raise ValueError("patience needs rows for validation, and there are none")
+        weighted = rows
+        if WEIGHT in rows.columns:
+            weighted = rows.filter(F.coalesce(F.col(WEIGHT) != 0, F.lit(True)))
+        check_weights(
+            job,
+            has_rows=not weighted.filter(~is_held).isEmpty(),
+            has_held=not job.patience or not weighted.filter(is_held).isEmpty(),
+        )
         every = _averaging(job).every
         rounds = -(-count // (workers * job.batch_size * every))
         round_rows = workers * job.batch_size * every
@@ -185,9 +192,10 @@ class _State:
     def start_from(self, checkpoint: dict[str, Any]) -> None:
         """Take the state of a checkpoint."""
         replica = ModelReplica(self._job)
-        replica.model.load_state_dict(checkpoint["model"])
-        if _averaging(self._job).average_optimizer:
-            replica.optimizer.load_state_dict(replica.continued(checkpoint))
+        with self._job.checkpoints.named_if_other():
+            replica.model.load_state_dict(checkpoint["model"])
+            if _averaging(self._job).average_optimizer:
+                replica.optimizer.load_state_dict(replica.continued(checkpoint))
         self._flat = _values_of(replica)
         self._rest = _rest_of(replica)
         self._growth = 1
@@ -223,7 +231,8 @@ class _State:
         """Return the states of a model and its optimiser."""
         replica = _load(self._job, {"flat": torch.from_numpy(self._flat), "rest": self._rest})
         states = {name: getattr(replica, name).state_dict() for name in ("model", "optimizer")}
-        return {**states, "initial_options": replica.initial_options}
+        kept = {name: getattr(replica, name) for name in ("initial_options", "optimizer_classes")}
+        return {**states, **kept}
 
 
 def _averaging(job: TrainingJob) -> ParameterAveraging:

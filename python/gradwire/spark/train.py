@@ -179,13 +179,25 @@ class ModelReplica:
             {name: value for name, value in group.items() if name != "params"}
             for group in self.optimizer.param_groups
         ]
+        self.optimizer_classes = [kind.__name__ for kind in type(self.optimizer).__mro__]
 
     def continued(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the optimiser's state of a checkpoint, with the options for which its function has new values now.
 
         All others are as the training left them: a schedule may have changed them.
+
+        Raises:
+            ValueError: the state is of an optimiser of another class, which is no base class either.
         """
         optimizer: dict[str, Any] = state["optimizer"]
+        # torch takes it, and misses its own options or state only in a step.
+        classes = state.get(
+            "optimizer_classes", self.optimizer_classes
+        )  # older checkpoints have none
+        if classes[0] not in self.optimizer_classes and self.optimizer_classes[0] not in classes:
+            raise ValueError(
+                f"it has the state of an optimizer {classes[0]}, not {self.optimizer_classes[0]}"
+            )
         groups = zip(
             optimizer["param_groups"],
             state.get("initial_options", self.initial_options),  # older checkpoints have none
@@ -332,6 +344,16 @@ def lost_workers(names: dict[int, str], members: Sequence[Peer]) -> str:
     present = {peer.id for peer in members}
     lost = [name for number, name in names.items() if number not in present]
     return f"{', '.join(lost) or 'another worker'} is gone"
+
+
+def check_weights(job: TrainingJob, *, has_rows: bool, has_held: bool) -> None:
+    """Raise if there are no rows to train on, or with patience none for validation, of a weight other than zero."""
+    weight = job.columns.get(WEIGHT)
+    if not has_rows:
+        raise ValueError(f"all rows to train on have weight 0 in column {weight!r}")
+    if job.patience and not has_held:
+        kind = "" if weight is None else f" with a weight above 0 in column {weight!r}"
+        raise ValueError(f"patience needs rows for validation{kind}, and there are none")
 
 
 class SharedTrainer:
@@ -667,21 +689,25 @@ class Worker(ModelReplica):
         ]
         # Another attempt of the stage may still hold the memory of a team, so every attempt has another name.
         name = secrets.token_hex(12)
-        answers = self.gather([training.rows, held.rows, name, *widths, asdict(position)])
+        counts = [training.rows, training.weight, held.weight]
+        answers = self.gather([*counts, name, *widths, asdict(position)])
         rows = sum(answer[0] for answer in answers)
         if not rows:
             raise ValueError("there are no rows to train on")
-        for index, role in ((3, FEATURES), (4, LABEL)):
+        for index, role in ((4, FEATURES), (5, LABEL)):
             different = sorted({answer[index] for answer in answers if answer[0]})
             if len(different) > 1:
                 raise ValueError(
                     f"column {self.job.columns[role]!r} has rows of {different[0]} values and of {different[1]}"
                 )
-        if self.job.patience and not any(answer[1] for answer in answers):
-            raise ValueError("patience needs rows for validation, and there are none")
+        check_weights(
+            self.job,
+            has_rows=any(answer[1] for answer in answers),
+            has_held=any(answer[2] for answer in answers),
+        )
         steps = math.ceil(rows / (self.workers * self.job.batch_size))
         is_same = all(answer[-1] == answers[0][-1] for answer in answers)
-        return steps, [f"spark-{answer[2]}" for answer in answers if is_same]
+        return steps, [f"spark-{answer[3]}" for answer in answers if is_same]
 
     def connect(self, stack: contextlib.ExitStack, names: list[str], steps: int) -> None:
         """Connect the nodes, one per team, and create the exchange over them, after so many steps of an epoch."""
@@ -822,6 +848,7 @@ class Worker(ModelReplica):
                 "model": self.model.state_dict(),
                 "optimizer": self.trainer.optimizer.state_dict(),
                 "initial_options": self.initial_options,
+                "optimizer_classes": self.optimizer_classes,
             }
             names = "history", "losses", "best", "unfinished"
             attempt = {name: getattr(self, name) for name in names}
@@ -836,8 +863,9 @@ class Worker(ModelReplica):
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint."""
-        self.model.load_state_dict(state["model"])
-        self.trainer.optimizer.load_state_dict(self.continued(state))
+        with self.job.checkpoints.named_if_other():
+            self.model.load_state_dict(state["model"])
+            self.trainer.optimizer.load_state_dict(self.continued(state))
         attempt = state.get("attempt", {})
         vars(self).update(attempt)
         if not self.job.patience:  # the earlier fit had it
