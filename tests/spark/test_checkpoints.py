@@ -167,3 +167,17 @@ def test_a_checkpoint_that_cannot_be_read_is_named(
         (OSError, ValueError), match=rf"checkpoint file://{path} cannot be read \(\w"
     ):
         written.read(1, 2)
+
+
+@pytest.mark.parametrize(
+    "text", ["[1]", "{}", '{"done": 5, "workers": 2, "position": {"rows": 1}}']
+)
+def test_a_file_of_another_program_is_named(tmp_path: Path, text: str) -> None:
+    written = Checkpoints(f"file://{tmp_path}", None, 5)
+    written.write(5, 0, {"epoch": 3})
+    written.finish(5, 1, Position())
+    with pytest.raises(ValueError, match=r"worker-0\.pt cannot be read .*no worker's state"):
+        written.read(0, 1)
+    (tmp_path / "latest.json").write_text(text)
+    with pytest.raises(ValueError, match=r"latest\.json cannot be read"):
+        written.read(0, 1)

@@ -84,6 +84,8 @@ def _named_if_not_read(url: str) -> Iterator[None]:
 def _read_state(url: str) -> dict[str, Any]:
     with _named_if_not_read(url), fsspec.open(url) as file:
         state: dict[str, Any] = unpack(file.read())
+        if not isinstance(state, dict) or not {"model", "optimizer"} <= state.keys():
+            raise ValueError("it is no worker's state")
     return state
 
 
@@ -96,6 +98,9 @@ def _read_latest(folder: str) -> dict[str, Any] | None:
                 latest: dict[str, Any] = json.load(file)
         except FileNotFoundError:
             return None
+        if not isinstance(latest, dict) or not {"done", "workers", "position"} <= latest.keys():
+            raise ValueError("it is no checkpoint's")
+        latest["position"] = Position(**latest["position"])
     return latest
 
 
@@ -245,7 +250,7 @@ class Checkpoints:
             if is_other:
                 for name in ("history", "unfinished"):  # of one worker; the losses are those of all
                     state.get("attempt", {}).pop(name, None)
-            position = Position(**latest["position"])
+            position = latest["position"]
             if folder != self.folder:
                 if is_warm:
                     state.pop("attempt", None)
