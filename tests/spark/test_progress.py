@@ -23,7 +23,7 @@ pytest.importorskip("fsspec", reason="fsspec is not installed")
 from gradwire import GradwireError, Node  # noqa: E402
 from gradwire.spark import session  # noqa: E402
 from gradwire.spark.progress import Progress  # noqa: E402
-from gradwire.spark.session import keeping_slots, task_failure, told_in_one_line  # noqa: E402
+from gradwire.spark.session import check_slots, keeping_slots, task_failure, told_in_one_line  # noqa: E402
 from gradwire.spark.watch import WORKERS_MAX, Watch  # noqa: E402
 from gradwire.transport import Peer, PeerJoined, PeerLost  # noqa: E402
 
@@ -428,6 +428,18 @@ class Slots:
     def cancelJobsWithTag(self, tag: str) -> None:  # noqa: N802
         assert tag == "the job's"
         self.cancelled.set()
+
+
+def test_a_cluster_without_executors_is_told_apart_from_a_small_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where Spark removes each executor that begins; the reason is only in its logs."""
+    monkeypatch.setattr(session, "_SLOTS_S", 0.0)
+    for slots, text in ((0, "spark.task.cpus; no executor runs, or all"), (1, "spark.task.cpus$")):
+        spark = Slots(active_tasks=0, slots=slots)
+        spark.conf = {}  # type: ignore[attr-defined]
+        with pytest.raises(ValueError, match=text):
+            check_slots(spark, 2)  # type: ignore[arg-type]
 
 
 def test_executors_that_are_not_replaced_end_the_job_with_the_numbers(

@@ -80,7 +80,10 @@ def check_slots(spark: SparkSession, workers: int, name: str = "num_workers") ->
     end_s = now_s() + (0.0 if master.startswith("local[") else _SLOTS_S)
     while (slots := _slots(spark, workers)) < workers:
         if now_s() >= end_s:
-            raise ValueError(_too_few(name, workers, slots))
+            text = _too_few(name, workers, slots)
+            if not slots and not is_connect(spark):
+                text += "; no executor runs, or all are excluded: the logs of the cluster say why"
+            raise ValueError(text)
         threading.Event().wait(0.5)  # executors may be on their way
 
 
