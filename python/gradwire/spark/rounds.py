@@ -87,7 +87,7 @@ def fit(
             weighted = rows.filter(F.coalesce(F.col(WEIGHT) != 0, F.lit(True)))
         check_weights(
             job,
-            has_rows=not weighted.filter(~is_held).isEmpty(),
+            has_rows=weighted is rows or not weighted.filter(~is_held).isEmpty(),
             has_held=not job.patience or not weighted.filter(is_held).isEmpty(),
         )
         every = _averaging(job).every

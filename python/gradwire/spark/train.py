@@ -190,10 +190,8 @@ class ModelReplica:
             ValueError: the state is of an optimiser of another class, which is no base class either.
         """
         optimizer: dict[str, Any] = state["optimizer"]
-        # torch takes it, and misses its own options or state only in a step.
-        classes = state.get(
-            "optimizer_classes", self.optimizer_classes
-        )  # older checkpoints have none
+        # torch takes it, and misses its own options or state only in a step. Older checkpoints name no classes.
+        classes = state.get("optimizer_classes", self.optimizer_classes)
         if classes[0] not in self.optimizer_classes and self.optimizer_classes[0] not in classes:
             raise ValueError(
                 f"it has the state of an optimizer {classes[0]}, not {self.optimizer_classes[0]}"
