@@ -6,7 +6,9 @@ What goes to the tasks is defined inside the tests: Spark sends such functions w
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +144,32 @@ def test_a_stage_whose_task_dies_runs_again(spark: Any, tmp_path: Path) -> None:
     results = gradwire.spark.run(spark.parallelize(range(4), 2), train)
     assert os.path.exists(flag)
     assert results == [(0, 1), (1, 5)]
+
+
+@pytest.mark.spark
+def test_no_task_ends_before_all_have_trained(spark: Any, tmp_path: Path) -> None:
+    """If one ends just when another fails, Spark repeats the failed one alone, which then waits for ever."""
+    trained, goes_on = tmp_path / "trained", tmp_path / "goes_on"
+
+    def train(node: gw.Node, rows: Iterator[int]) -> int:
+        trained.touch()
+        while node.id == 1 and not goes_on.exists():
+            time.sleep(0.05)
+        return node.id
+
+    data = spark.parallelize(range(2), 2)
+    with ThreadPoolExecutor(1) as pool:
+        results = pool.submit(gradwire.spark.run, data, train)
+        while not trained.exists() and not results.done():
+            time.sleep(0.05)
+        time.sleep(1.0)
+        tracker = spark.statusTracker()
+        ended = [
+            tracker.getStageInfo(stage).numCompletedTasks for stage in tracker.getActiveStageIds()
+        ]
+        goes_on.touch()
+        assert results.result() == [0, 1]
+    assert ended == [0]
 
 
 @pytest.mark.spark

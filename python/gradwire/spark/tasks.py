@@ -71,6 +71,7 @@ def run(
             f"data must be an RDD, got {type(data).__name__}; use a DataFrame's .rdd, or without one (Spark Connect) "
             "call gradwire.spark.node in df.mapInPandas(..., barrier=True)"
         )
+    from pyspark import BarrierTaskContext
     from pyspark.serializers import CPickleSerializer
     from pyspark.sql import SparkSession
 
@@ -84,6 +85,9 @@ def run(
     def task(rows: Iterable[Any]) -> Iterator[tuple[tuple[int, int], bytes]]:
         with node(secret=key, **options) as connected:
             result = CPickleSerializer().dumps(train(connected, iter(rows)))
+        # If another task failed just when this one has ended, Spark would repeat that one alone, which would wait for
+        # this one for ever.
+        BarrierTaskContext.get().barrier()
         for part, piece in enumerate(pieces_of(result)):
             yield (connected.id, part), piece
 

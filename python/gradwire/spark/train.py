@@ -791,12 +791,16 @@ class Worker(ModelReplica):
         self.end_steps(Times())  # of a checkpoint after the last step
         if job.checkpoints.folder is not None:
             self.save(done, steps, position.first_epoch)
-        histories = self.gather(self.history)  # an error before this point reaches all workers
+        state = b""
+        if self.rank == 0:
+            with self.watch.busy(), self.trainer.shared():
+                state = pack(self.best or self.model.state_dict())
+        # An error before this point reaches all workers. If this worker failed just when the others end, Spark would
+        # repeat it alone.
+        histories = self.gather(self.history)
         if self.rank != 0:
             return []
         history = [row for epoch in zip(*histories, strict=True) for row in epoch_rows(epoch)]
-        with self.trainer.shared():
-            state = pack(self.best or self.model.state_dict())
         return [
             ("history", json.dumps(history).encode()),
             ("first_epoch", b"%d" % position.first_epoch),
