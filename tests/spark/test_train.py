@@ -680,7 +680,7 @@ def test_each_batch_for_validation_has_the_time_that_a_worker_has() -> None:
     job = replace(local_job(), model=lambda: Model(1, 1), batch_size=4)
     LocalWorker(job, Stage(0), Watched()).run(iter([rows_of(4, held=12)]), contextlib.ExitStack())  # type: ignore[arg-type]
     first = calls.index("score") - 1
-    assert calls[first:] == ["busy", "score"] * 3
+    assert calls[first:] == ["busy", "score"] * 3 + ["busy"]  # the last for the model's state
 
 
 def test_a_worker_whose_file_system_hangs_has_the_time_that_a_worker_has(
