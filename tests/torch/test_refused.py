@@ -109,6 +109,19 @@ def test_parameters_that_are_tied_by_their_memory_are_refused(
         share(tied(kind))
 
 
+def test_an_optimizer_made_without_share_refuses_the_same_parameters(pair: list[gw.Node]) -> None:
+    expanded = torch.nn.Linear(20, 8)
+    expanded.bias = torch.nn.Parameter(torch.zeros(1).expand(8))
+    for net, text in (
+        (tied("transposed"), r"shape \(8, 20\) and .* \(20, 8\) have elements in the same"),
+        (expanded, r"a parameter of shape \(8,\) has several elements in the same memory"),
+    ):
+        params = list(net.parameters())
+        exchange = gw.Exchange(gw.Encoder(sum(param.numel() for param in params)), pair[0])
+        with pytest.raises(ValueError, match=text):
+            gradwire.torch.SharedOptimizer(torch.optim.SGD(params, lr=0.1), exchange)
+
+
 def test_parameters_that_divide_a_memory_are_shared() -> None:
     net = model()
     together = torch.randn(8, 40)

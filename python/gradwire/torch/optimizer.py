@@ -27,7 +27,7 @@ from .checkpoint import KEY, LoadedState, Values, dcp_caller, put_into, take_fro
 from .judge import Judgement, check_group, judge, pace_of, parameters_of, scaled_rates
 from .marks import Marks
 from .optimizer_state import SharedState
-from .staging import Staging, check_shards, fetch_moved, is_same, snapshot, store, sums_of
+from .staging import Staging, check_params, fetch_moved, is_same, snapshot, store, sums_of
 
 if TYPE_CHECKING:
     from ..exchange import AnyExchange, Joined, StepResult
@@ -118,7 +118,8 @@ class SharedOptimizer(
         training: ends with this optimiser; None: the caller closes the node.
 
     Raises:
-        ValueError: ``update_scale`` is out of range, the exchange is an observer's, or some parameters are not sharded.
+        ValueError: ``update_scale`` is out of range, the exchange is an observer's, some parameters are not sharded,
+            have elements in common, or cannot be moved.
         TypeError: ``optimizer`` or ``exchange`` has the wrong type.
 
     Example:
@@ -170,14 +171,15 @@ class SharedOptimizer(
         self._set_aside: Values | None = None
         self.result: StepResult | None = None
         names = names or {}
-        params = check_shards(parameters_of(optimizer, names))
+        params = parameters_of(optimizer, names)
+        check_params([(names.get(param, ""), param) for param in params])
         self._params = [self._staged_param(param, names.get(param, "")) for param in params]
         others = buffers if callable(buffers) else functools.partial(_numbered, tuple(buffers))
         self._state = SharedState(optimizer if share_state else None, self._params, others)
         # Of a checkpoint, until this node takes part: the state, and this node's own parameters.
         self._loaded: LoadedState | None = None
         self._local: Values = [], []
-        self._leave_model: Callable[[], None] | None = None
+        self._leave_model: Callable[[bool], None] | None = None
         self._has_joined = False
         self._is_closed = False
         self._training = training
@@ -360,7 +362,7 @@ class SharedOptimizer(
             )
         finally:
             if self._leave_model is not None:
-                self._leave_model()
+                self._leave_model(closes_training)
             if self._training is not None and closes_training:
                 self._training.close(has_failed=has_failed)
 
@@ -794,8 +796,11 @@ class SharedOptimizer(
         ):
             self._restore(loaded)
 
-    def expect_shared_in_model(self, leave: Callable[[], None]) -> None:
-        """Leave the shared parameters out of ``state_dict``: the model's has them, until ``leave`` is called."""
+    def expect_shared_in_model(self, leave: Callable[[bool], None]) -> None:
+        """Leave the shared parameters out of ``state_dict``: the model's has them, until ``leave`` is called.
+
+        Its argument: whether somebody has ended the training; False where this optimiser was collected.
+        """
         self._leave_model = leave
 
     def _restore(self, loaded: LoadedState) -> None:

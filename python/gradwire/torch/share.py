@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -16,7 +16,7 @@ from ..sharing import TrainingMaker
 from .judge import group_numbers, judge, parameters_of
 from .model_state import ModelState
 from .optimizer import Extension, SharedOptimizer
-from .staging import check_apart, check_memory
+from .staging import check_memory, check_params
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -162,10 +162,16 @@ def share(
     tensors.log()
     hooks.follow(shared)
     hooks.register_root(inner)
-    shared.expect_shared_in_model(hooks.remove)
+    settle = _look_for_plain_steps(shared)
+
+    def leave(is_asked: bool) -> None:
+        hooks.remove()
+        if is_asked:
+            settle()
+
+    shared.expect_shared_in_model(leave)
     if process_group is None:
         _look_for_ddp(shared)
-    _look_for_plain_steps(shared)
     return shared
 
 
@@ -211,19 +217,21 @@ def _look_for_ddp(shared: SharedOptimizer) -> None:
     handle = shared.register_step_pre_hook(look)
 
 
-def _look_for_plain_steps(shared: SharedOptimizer) -> None:
-    """Warn if a loop goes on with the optimiser that was shared, whose own steps reach nobody."""
+def _look_for_plain_steps(shared: SharedOptimizer) -> Callable[..., None]:
+    """Warn if a loop goes on with the optimiser that was shared, whose own steps reach nobody.
+
+    Returns:
+        What ends this, as the first shared step does.
+    """
     if not getattr(type(shared.optimizer).step, "hooked", False):
-        return  # made without the base class's constructor, and so without hooks
-    find = weakref.ref(shared)
+        return lambda: None  # made without the base class's constructor, and so without hooks
     is_told = False
 
     def look(optimizer: torch.optim.Optimizer, *_: object) -> None:
         nonlocal is_told
-        own = find()
         # torch's distributed checkpoints make an optimiser's state by a step with rates of zero.
         moves = any(group.get("lr") for group in optimizer.param_groups)
-        if moves and not is_told and not (own is not None and own.has_ended):
+        if moves and not is_told:
             is_told = True
             _LOG.warning(
                 "%s takes a step of its own, which no other node gets: keep the optimiser that share() returns, and "
@@ -236,6 +244,7 @@ def _look_for_plain_steps(shared: SharedOptimizer) -> None:
             handle.remove()
 
     handles = [shared.optimizer.register_step_pre_hook(look), shared.register_step_pre_hook(settle)]
+    return settle
 
 
 def _names(model: torch.nn.Module) -> dict[torch.Tensor, str]:
@@ -257,21 +266,8 @@ def _named(
             f"{len(strange)} of the optimiser's parameters are not the model's, the first of shape {strange[0]}: "
             "make the optimiser from model.parameters()"
         )
-    for param in params:
-        check_memory(param, names[param])
-        if param.is_inference():
-            raise ValueError(
-                f"{names[param]} was made under torch.inference_mode, and no step can change it: make the model outside"
-            )
-        if any(
-            stride == 0 < size - 1 for size, stride in zip(param.shape, param.stride(), strict=True)
-        ):
-            raise ValueError(
-                f"{names[param]} has several elements in the same memory, as expand makes them, so no step can move "
-                "them: make it of its clone() before the optimiser is made"
-            )
     named = [(names[param], param) for param in params]
-    check_apart(named)
+    check_params(named)
     return named
 
 

@@ -18,9 +18,8 @@ from ..exchange.consistency import digest_of
 __all__ = [
     "Staging",
     "bytes_of",
-    "check_apart",
     "check_memory",
-    "check_shards",
+    "check_params",
     "fetch_moved",
     "is_same",
     "local_of",
@@ -86,7 +85,7 @@ class Staging:
                 "torch.view_as_real views complex ones so"
             )
         self.source = tensor
-        self._name = name or f"a parameter of shape {tuple(tensor.shape)}"
+        self._name = name or _named_by_shape(tensor)
         self._kind = _kind_of(tensor)
         shard = self.tensor
         self._moves = on_host and shard.is_cuda
@@ -297,7 +296,35 @@ def check_memory(tensor: torch.Tensor, name: str) -> None:
         )
 
 
-def check_apart(named: Sequence[tuple[str, torch.Tensor]]) -> None:
+def check_params(named: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Refuse parameters that no step can move, that have elements in common, or that are sharded unequally.
+
+    Args:
+        named: the parameters, each with its name, "" for none.
+
+    Raises:
+        ValueError: the first of them.
+    """
+    named = [(name or _named_by_shape(param), param) for name, param in named]
+    for name, param in named:
+        check_memory(param, name)
+        if param.is_inference():
+            raise ValueError(
+                f"{name} was made under torch.inference_mode, and no step can change it: make the model outside"
+            )
+        local = local_of(param).detach()
+        if any(
+            stride == 0 < size - 1 for size, stride in zip(local.shape, local.stride(), strict=True)
+        ):
+            raise ValueError(
+                f"{name} has several elements in the same memory, as expand makes them, so no step can move them: make "
+                "it of its clone() before the optimiser is made"
+            )
+    _check_apart(named)
+    _check_shards([param for _, param in named])
+
+
+def _check_apart(named: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Refuse parameters that have elements in common, each of which would count once for every parameter.
 
     The update of such an element is what all of its parameters' steps have done to it.
@@ -333,6 +360,10 @@ def check_apart(named: Sequence[tuple[str, torch.Tensor]]) -> None:
             own.fill_(number)
 
 
+def _named_by_shape(param: torch.Tensor) -> str:
+    return f"a parameter of shape {tuple(param.shape)}"
+
+
 def _range_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Return where a tensor begins and ends in its memory, in elements."""
     begin = tensor.storage_offset()
@@ -340,8 +371,8 @@ def _range_of(tensor: torch.Tensor) -> tuple[int, int]:
     return begin, begin + 1 + sum((size - 1) * stride for size, stride in steps)
 
 
-def check_shards(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return tensors of which every rank has an equally small part, if any is sharded.
+def _check_shards(tensors: Sequence[torch.Tensor]) -> None:
+    """Refuse tensors of which ranks have parts of unequal size, as where only some are sharded.
 
     Each rank has its own threshold and factor, so ranks that hold the same elements would send different ones of them.
 
@@ -358,7 +389,6 @@ def check_shards(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
             f"{shape} in {fewest}: ranks that hold the same elements, as of a norm in tensor parallelism, would send "
             "different ones of them and drift apart. Shard all parameters over the same ranks (fully_shard)"
         )
-    return tensors
 
 
 def fetch_moved(stagings: Sequence[Staging]) -> None:
