@@ -104,6 +104,34 @@ def test_every_rank_goes_on_with_its_own_moments(
         assert all(map(torch.equal, straight, again))
 
 
+def refused(rank: int) -> list[str]:
+    """Return the errors of the options that keep the state of one rank alone."""
+    node, net, optimizer = begin(rank, "AdamW")
+    texts = []
+    with node:
+        train(net, optimizer, rank, range(2))
+        saved = whole.get_optimizer_state_dict(net, optimizer)
+        chosen = whole.StateDictOptions(full_state_dict=True, cpu_offload=True)
+        with pytest.raises(ValueError, match="cpu_offload") as error:
+            whole.get_state_dict(net, optimizer, options=chosen)
+        texts.append(str(error.value))
+        optimizer.close()
+        net = model()
+        chosen = whole.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        with gw.Node("127.0.0.1:0", secret=SECRET) as own:
+            again = gradwire.torch.share(net, OPTIMIZERS["AdamW"](net.parameters()), node=own)
+            with pytest.raises(ValueError, match="broadcast_from_rank0") as error:
+                whole.set_optimizer_state_dict(net, again, {} if rank else saved, options=chosen)
+            again.close()
+        texts.append(str(error.value))
+    return texts
+
+
+def test_options_that_keep_one_rank_s_state_alone_are_refused(two_ranks: Ranks) -> None:
+    for texts in two_ranks.run(refused):
+        assert all("every rank has a residual of its own: save and load" in text for text in texts)
+
+
 def test_a_checkpoint_without_every_rank_s_moments_gives_all_the_same(
     two_ranks: Ranks, tmp_path: Any
 ) -> None:

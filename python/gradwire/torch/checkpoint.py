@@ -375,15 +375,23 @@ def put_into(state: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:
 
     Raises:
         ValueError: these functions are called with ``flatten_optimizer_state_dict``, which has one value for each
-            parameter only.
+            parameter only, or on several ranks with options that keep rank 0's state alone.
     """
     caller = dcp_caller("_get_optim_state_dict")
     if caller is None:
         return {**state, KEY: stored}
-    if getattr(caller.f_locals.get("info"), "flatten_optimizer_state_dict", False):
+    info: Any = caller.f_locals.get("info")
+    if getattr(info, "flatten_optimizer_state_dict", False):
         raise ValueError(
             "flatten_optimizer_state_dict=True has no place for the residual and the other state of the exchange: save "
             "without this option"
+        )
+    is_first_only = getattr(info, "full_state_dict", False) and getattr(info, "cpu_offload", False)
+    is_first_only |= getattr(info, "broadcast_from_rank0", False)
+    if is_first_only and _dcp_key() != KEY:
+        raise ValueError(
+            "full_state_dict=True with cpu_offload=True, or with broadcast_from_rank0=True, has the state of rank 0 "
+            "alone, and every rank has a residual of its own: save and load on every rank, without the second option"
         )
     first, *others = state["param_groups"]
     # A tuple, which distributed checkpoints store as a whole.
