@@ -6,6 +6,7 @@ import errno
 import io
 import itertools
 import json
+import math
 import os
 import pickle
 from pathlib import Path
@@ -86,6 +87,29 @@ def test_an_optimizer_of_torch_goes_on_from_a_checkpoint(cluster: Cluster, tmp_p
             assert torch.equal(other.state_dict()["state"][index][key], value)
     cluster.run(resumed, lambda: worker.send(np.ones(63, np.float32)))
     assert resumed.version == 4
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("shapes", [[(2, 3), (3,)], [(3,), (3,)]], ids=["unequal", "equal"])
+def test_a_state_of_an_optimizer_with_another_order_of_tensors_is_refused(
+    cluster: Cluster, tmp_path: Path, shapes: list[tuple[int, ...]]
+) -> None:
+    """Torch tells the states of tensors apart by their places in the optimizer."""
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+    def make(order: list[int]) -> Host:
+        params = [torch.zeros(shape, requires_grad=True) for shape in shapes]
+        optimizer = torch.optim.Adam([params[place] for place in order])
+        return cluster.host(optimizer, params=params, path=tmp_path / "file")
+
+    host = make([1, 0])
+    gradient = gw.dense_message(np.arange(sum(map(math.prod, shapes)), dtype=np.float32))
+    host._batch.append(gradient)
+    host.step(0.0)
+    host.save()
+    with pytest.raises(gw.Mismatch, match=r"parameters in the order \[1, 0\], this one \[0, 1\]"):
+        make([0, 1])
+    assert make([1, 0]).version == 1
 
 
 class Touching:

@@ -151,16 +151,21 @@ class _TorchOptimizer:
     """A ``torch.optim`` optimizer with the methods of `SGD`, for arrays whose memory its tensors share."""
 
     def __init__(self, optimizer: Any, tensors: list[Any], params: Arrays) -> None:
-        used = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
-        if unknown := used - {id(tensor) for tensor in tensors}:
-            raise ValueError(
-                f"{len(unknown)} of the optimizer's {len(used)} tensors are not among the {len(tensors)} parameters: "
-                "give both the same list(model.parameters())"
-            )
         self._optimizer = optimizer
         self._tensors = tensors
+        if unknown := self._order().count(None):
+            raise ValueError(
+                f"{unknown} of the optimizer's {len(self._order())} tensors are not among the {len(tensors)} "
+                "parameters: give both the same list(model.parameters())"
+            )
         self._gradients = [np.zeros_like(param, order="C") for param in params]
         self._torch = sys.modules["torch"]
+
+    def _order(self) -> list[int | None]:
+        """Return which parameters the optimizer has, in its order, by which torch tells their states apart."""
+        places = {id(tensor): place for place, tensor in enumerate(self._tensors)}
+        groups = self._optimizer.param_groups
+        return [places.get(id(tensor)) for group in groups for tensor in group["params"]]
 
     @property
     def lr(self) -> float:
@@ -176,13 +181,17 @@ class _TorchOptimizer:
 
     def state_dict(self) -> dict[str, Arrays]:
         buffer = io.BytesIO()
-        self._torch.save(self._optimizer.state_dict(), buffer)
+        self._torch.save({**self._optimizer.state_dict(), "order": self._order()}, buffer)
         return {"torch": [np.frombuffer(buffer.getbuffer(), np.uint8)]}
 
     def load_state_dict(self, state: dict[str, Arrays]) -> None:
         buffer = io.BytesIO(state["torch"][0].tobytes())
         given = self.lr
-        self._optimizer.load_state_dict(self._torch.load(buffer, weights_only=True))
+        saved = self._torch.load(buffer, weights_only=True)
+        if (order := saved.pop("order")) != self._order():
+            text = f"the checkpoint's optimizer has the parameters in the order {order}, this one {self._order()}"
+            raise Mismatch(text)
+        self._optimizer.load_state_dict(saved)
         if self.lr != given:  # as of torch's own checkpoints
             text = "the optimizer has the checkpoint's rate of %g and other options, rather than %g: set them now"
             logger.warning(text, self.lr, given)
@@ -556,8 +565,6 @@ class Host(AbstractContextManager["Host"]):
             for run in runs.values():
                 check_range("run", run.id, 0, 2**64 - 1)
                 check_range("gradients", run.taken, 0, 2**63)
-            if arrays.keys() != self._optimizer.state_dict().keys():
-                raise ValueError(f"the optimizer's state has {sorted(arrays)}")
             if (velocity := arrays.get("velocity")) and layouts(velocity) != self._layout[1:]:
                 raise ValueError(f"the velocity is {layouts(velocity)}")
             self._optimizer.load_state_dict(arrays)
@@ -803,11 +810,7 @@ class Worker(AbstractContextManager["Worker"]):
         # Other workers are peers, too: with messages for the host, or with a mistake.
         may_be_host = self._host in (None, peer) or self._host not in self.node.peers
         is_readable = peer == self._host or len(payload) >= _HEADER.size
-        if (
-            kind not in (_Kind.WELCOME, _Kind.STATUS, _Kind.END)
-            or not may_be_host
-            or not is_readable
-        ):
+        if not may_be_host or not is_readable:
             return
         body = payload[_HEADER.size :]
         if kind == _Kind.END:
@@ -942,8 +945,7 @@ def _largest_bytes(params: Arrays) -> int:
 
 def _packed(numbers: tuple[int, ...], body: Any) -> bytes:
     """Return a message's header and body."""
-    header = _HEADER.pack(*numbers, *[0] * (5 - len(numbers)))
-    return header + bytes(body)
+    return _HEADER.pack(*numbers, *[0] * (5 - len(numbers))) + bytes(body)
 
 
 def _write_arrays(file: BinaryIO, document: dict[str, Any], arrays: dict[str, Arrays]) -> None:
