@@ -155,6 +155,14 @@ def test_options_that_share_refuses_end_the_comparison_before_the_trainings_with
     assert "nothing* matches no parameter" in done.stderr
 
 
+@pytest.mark.slow
+def test_a_script_that_ends_with_sys_exit_is_compared(tmp_path: Path) -> None:
+    script = SCRIPT.format(width=8, optimizer="SGD", options="", steps=STEPS, more=0)
+    done = run(tmp_path, script + "import sys\nsys.exit(0)\n", "compare", "-n", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["shared"]["losses"]) == STEPS
+
+
 def test_an_interrupted_comparison_is_no_failed_training(tmp_path: Path) -> None:
     # A terminal interrupts the processes, too.
     done = run(tmp_path, "raise KeyboardInterrupt", "compare", "-n", "2")

@@ -214,7 +214,11 @@ def _train(task: dict[str, Any], arguments: argparse.Namespace) -> int:
             link=link if link.is_limited else None,
         )
         with recorder.watching(), contextlib.suppress(Finished):
-            runpy.run_path(arguments.script, run_name="__main__")
+            try:
+                runpy.run_path(arguments.script, run_name="__main__")
+            except SystemExit as end:  # as of sys.exit(main())
+                if end.code:
+                    raise
         curve = recorder.gather()
     except ValueError as error:
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
