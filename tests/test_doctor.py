@@ -20,7 +20,7 @@ import pytest
 from gradwire.cli import main
 from gradwire.cli.doctor import link, machine
 from gradwire.cli.doctor.machine import BUFFER_BYTES, Check
-from gradwire.errors import NotConnected
+from gradwire.errors import NotConnected, WouldBlock
 from gradwire.shared_memory import Usage
 from gradwire.transport import Node, SocketStats, Ticket, generate_secret, parse_secret
 from gradwire.transport.secret import fingerprint
@@ -324,6 +324,38 @@ def test_a_peer_that_sends_has_the_time_to_say_that_nothing_arrives(
             link.ask(two, two.node.peers[0], "send", 0.1)
     finally:
         answering.join()
+
+
+def test_a_peer_that_cannot_send_says_so_after_it_has_waited_for_others(
+    ends: tuple[link.End, link.End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A doctor that was killed acknowledges nothing, and the node keeps what follows until it is lost."""
+    one, two = ends
+    publish = Node.publish
+    calls = []
+
+    def drain(node: Node, timeout_s: float) -> bool:  # noqa: ARG001
+        calls.append("drain")
+        return False
+
+    def fill(node: Node, payload: Any, tag: int = 0, **options: Any) -> Ticket:
+        if tag == link.BULK:
+            calls.append("send")
+            raise WouldBlock("the send log is full")
+        return publish(node, payload, tag, **options)
+
+    monkeypatch.setattr(Node, "drain", drain)
+    monkeypatch.setattr(Node, "publish", fill)
+    monkeypatch.setattr(link, "ANSWER_S", 2.0)
+    monkeypatch.setattr(link, "STALL_S", 0.0)
+    answering = threading.Thread(target=lambda: [link.answer(one, 0.05) for _ in range(40)])
+    answering.start()
+    try:
+        with pytest.raises(link.LinkError, match=r"127\.0\.0\.1:.*: the send log is full"):
+            link.ask(two, two.node.peers[0], "send", 0.1)
+    finally:
+        answering.join()
+    assert calls == ["drain", "send"]
 
 
 def test_a_doctor_is_to_serve_at_the_ip_version_at_which_it_is_looked_for(
