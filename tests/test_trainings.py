@@ -415,7 +415,17 @@ def test_a_density_of_another_kind_is_refused(density: Any) -> None:
         gw.share(np.zeros(99, np.float32), density=density)
 
 
-@pytest.mark.parametrize("state", [None, [], {}, {"params": []}, gw.Encoder(3).state_dict()])
+@pytest.mark.parametrize(
+    "state",
+    [
+        None,
+        [],
+        {},
+        {"params": []},
+        {"params": [np.zeros(3, np.float32)], "exchange": None},
+        gw.Encoder(3).state_dict(),
+    ],
+)
 def test_a_state_of_something_else_is_refused(state: Any) -> None:
     with (
         gw.share(np.zeros(3, np.float32)) as shared,

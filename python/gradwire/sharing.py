@@ -487,7 +487,8 @@ def check_update_scale(scale: Any) -> None:
 def check_state(state: Any) -> None:
     """Raise `ValueError` unless a state is one of shared arrays."""
     is_mapping = isinstance(state, Mapping)
-    if is_mapping and "exchange" in state and isinstance(state.get("params"), (list, tuple)):
+    kinds = (("params", (list, tuple)), ("exchange", Mapping))
+    if is_mapping and all(isinstance(state.get(name), kind) for name, kind in kinds):
         return
     what = list(state) if is_mapping else state
     raise ValueError(
