@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import shutil
@@ -35,6 +36,13 @@ if is_emulated():
     from .emulated_cuda.device import install
 
     install(Path(os.environ[EMULATED_MODULE]), int(os.environ.get("GRADWIRE_EMULATED_SEED", 0)))
+
+    @pytest.fixture(autouse=True)
+    def collect_garbage() -> Iterator[None]:
+        """Free what a test has left; nothing is collected while it runs."""
+        yield
+        gc.collect()
+
 
 # The tests run in as many processes as there are processors. More threads would wait for each other, which makes the
 # whole suite a third longer. The processes that pytest and the tests start read it.
