@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -302,6 +303,17 @@ def test_a_peer_that_does_not_answer_ends_the_test(
         link.ask(two, peer, "state")
 
 
+@contextmanager
+def answering(end: link.End) -> Iterator[None]:
+    """Answer questions for two seconds, meanwhile."""
+    thread = threading.Thread(target=lambda: [link.answer(end, 0.05) for _ in range(40)])
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
 def test_a_peer_that_sends_has_the_time_to_say_that_nothing_arrives(
     ends: tuple[link.End, link.End], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -317,13 +329,11 @@ def test_a_peer_that_sends_has_the_time_to_say_that_nothing_arrives(
         return publish(node, payload, tag, **options)
 
     monkeypatch.setattr(Node, "publish", lose_bulk)
-    answering = threading.Thread(target=lambda: [link.answer(one, 0.05) for _ in range(40)])
-    answering.start()
-    try:
-        with pytest.raises(link.LinkError, match=r"acknowledged nothing .* drops datagrams"):
-            link.ask(two, two.node.peers[0], "send", 0.1)
-    finally:
-        answering.join()
+    with (
+        answering(one),
+        pytest.raises(link.LinkError, match=r"acknowledged nothing .* drops datagrams"),
+    ):
+        link.ask(two, two.node.peers[0], "send", 0.1)
 
 
 def test_a_peer_that_cannot_send_says_so_after_it_has_waited_for_others(
@@ -348,13 +358,11 @@ def test_a_peer_that_cannot_send_says_so_after_it_has_waited_for_others(
     monkeypatch.setattr(Node, "publish", fill)
     monkeypatch.setattr(link, "ANSWER_S", 2.0)
     monkeypatch.setattr(link, "STALL_S", 0.0)
-    answering = threading.Thread(target=lambda: [link.answer(one, 0.05) for _ in range(40)])
-    answering.start()
-    try:
-        with pytest.raises(link.LinkError, match=r"127\.0\.0\.1:.*: the send log is full"):
-            link.ask(two, two.node.peers[0], "send", 0.1)
-    finally:
-        answering.join()
+    with (
+        answering(one),
+        pytest.raises(link.LinkError, match=r"127\.0\.0\.1:.*: the send log is full"),
+    ):
+        link.ask(two, two.node.peers[0], "send", 0.1)
     assert calls == ["drain", "send"]
 
 
