@@ -233,6 +233,31 @@ def test_a_late_node_takes_over_the_numbers_of_groups_but_not_their_rates() -> N
     assert (group["foreach"], group["betas"]) == (None, (0.9, 0.999))
 
 
+@pytest.mark.parametrize("is_set", [False, True])
+@pytest.mark.parametrize(
+    ("name", "flag", "key"),
+    [("AdamW", "amsgrad", "max_exp_avg_sq"), ("RMSprop", "centered", "grad_avg")],
+)
+def test_a_late_node_takes_over_the_flags_on_which_the_state_depends(
+    name: str, flag: str, key: str, is_set: bool
+) -> None:
+    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    make = getattr(torch.optim, name)
+    members = make([params[0]], **{flag: is_set}, foreach=True)
+    late = make([params[1]], **{flag: not is_set}, foreach=False)
+    for param in params:
+        param.grad = torch.ones(3)
+    members.step()
+    there, here = (
+        SharedState(optimizer, [Staging(param)], lambda: ({}, {}))
+        for optimizer, param in zip((members, late), params, strict=True)
+    )
+    here.load(there.export())
+    late.step()
+    assert (key in late.state[params[1]]) == is_set
+    assert late.param_groups[0]["foreach"] is False
+
+
 def with_inference(make: Callable[[], Any]) -> Any:
     with torch.inference_mode():
         return make()

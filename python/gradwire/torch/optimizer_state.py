@@ -21,8 +21,9 @@ _LOG = logging.getLogger(__name__)
 
 _TENSOR = "tensor"
 
-# Numbers of a parameter group that every node sets itself, as schedules do; others may be state, such as a counter.
-_RATES = frozenset({"lr", "initial_lr"})
+# Numbers and flags of a parameter group that every node sets itself, as schedules do, or as its device needs them;
+# others may be state, such as a counter, or decide what the state contains, such as ``amsgrad``.
+_OWN = frozenset({"lr", "initial_lr", "foreach", "fused", "capturable", "differentiable"})
 
 
 class SharedState:
@@ -68,7 +69,8 @@ class SharedState:
                 {
                     key: _tree(value, next(iter(group["params"]), None), arrays)
                     for key, value in group.items()
-                    if key not in _RATES and _is_number(value)
+                    if key not in _OWN
+                    and (torch.is_tensor(value) or isinstance(value, (bool, int, float)))
                 }
                 for group in (self._optimizer.param_groups if self._optimizer and has_state else ())
             ],
@@ -169,12 +171,6 @@ class SharedState:
                 _LOG.warning("nodes that join late begin without the optimiser's state: %s", error)
             self._has_warned = True
             return {}
-
-
-def _is_number(value: Any) -> bool:
-    return torch.is_tensor(value) or (
-        isinstance(value, (int, float)) and not isinstance(value, bool)
-    )
 
 
 def _tree(value: Any, param: torch.Tensor | None, arrays: Arrays) -> Any:
