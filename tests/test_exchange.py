@@ -367,6 +367,24 @@ def test_a_member_lost_while_others_wait_for_it_is_dropped(
     assert params.tolist() == [0.0, 0.5], "the mean is over the live nodes"
 
 
+def test_a_member_that_is_gone_is_not_among_those_that_are_waited_for(
+    scripted: Callable[..., ScriptedNode],
+) -> None:
+    evaluates, goes = peer(10), peer(20)
+    node = scripted(peers=(evaluates, goes))
+
+    def lose_it_after_a_while() -> None:
+        if node.now_s > 1.0:
+            node.peers = (evaluates,)
+        # A node that evaluates does not say either what it has of the other one.
+        node.greetings = [each for each in node.greetings if each.tag // TAG_NUMBERS != Kind.REPORT]
+
+    node.on_receive = lose_it_after_a_while
+    share = gw.Exchange(encoder(2), node, timeout_s=5.0)
+    with pytest.raises(TimeoutError, match=f"no message from {evaluates.address}, though"):
+        share.step(update(0.0, 0.5), zeros(2))
+
+
 def test_a_late_comer_is_ignored_and_counted(scripted: Callable[..., ScriptedNode]) -> None:
     member, other = peer(10), peer(20)
     node = scripted(peers=(member,))

@@ -381,10 +381,10 @@ class Step:
             poll_s = clock.POLL_S if has_room else clock.ROOM_POLL_S
 
     def _timed_out(self, pending: StepUpdate, missing: frozenset[NodeRun]) -> str:
-        what = _NO_SPACE
-        if missing:
-            names = self._introductions.describe(sorted(missing))
-            what = f"no message from {names}, though connected{_hint(pending, self._router.node)}"
+        silent = missing.difference(self._membership.departing) or missing
+        names = self._introductions.describe(sorted(silent))
+        hint = _hint(pending, self._router.node)
+        what = f"no message from {names}, though connected{hint}" if silent else _NO_SPACE
         step = self._introductions.step_number(pending.step)
         return f"step {step} is not finished after {self._options.timeout_s:g} s: {what}"
 
