@@ -240,7 +240,8 @@ def _checked(state: dict[str, Any], replica: Replica) -> Sequence[dict[str, Any]
         states = _regrouped(states, state["tensors"], replica.groups, state["shared"])
     if state["outer_velocity"] and not isinstance(replica.total, MomentumSum):
         raise ValueError(
-            "the state has a velocity of the shared parameters, this exchange no outer_momentum"
+            "the state has a velocity of the shared parameters, this exchange no outer_momentum, which share has from "
+            "every=15 on: give the every that it had, or outer_momentum"
         )
     if len(states) != len(encoders):
         raise ValueError(f"{_WHAT} has {len(states)} encoders, this exchange {len(encoders)}")
