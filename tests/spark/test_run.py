@@ -6,6 +6,8 @@ What goes to the tasks is defined inside the tests: Spark sends such functions w
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -144,6 +146,29 @@ def test_a_stage_whose_task_dies_runs_again(spark: Any, tmp_path: Path) -> None:
     results = gradwire.spark.run(spark.parallelize(range(4), 2), train)
     assert os.path.exists(flag)
     assert results == [(0, 1), (1, 5)]
+
+
+@pytest.mark.spark
+def test_ctrl_c_in_a_notebook_ends_the_job_at_once(spark: Any, session: Any) -> None:
+    from gradwire.spark.session import tagged, told_in_one_line
+
+    def wait(batches: Iterator[Any]) -> Iterator[Any]:
+        time.sleep(60.0)
+        yield from batches
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # as in Jupyter's cells
+    interruption = threading.Timer(4.0, os.kill, (os.getpid(), signal.SIGINT))
+    start_s = time.monotonic()
+    try:
+        interruption.start()
+        with pytest.raises(KeyboardInterrupt), told_in_one_line(), tagged(session, "interrupted"):
+            session.range(1).mapInArrow(wait, "id long").toArrow()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        interruption.cancel()
+        signal.signal(signal.SIGINT, before)
+    assert time.monotonic() - start_s < 40.0
+    assert session.range(3).count() == 3
 
 
 @pytest.mark.spark

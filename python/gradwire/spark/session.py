@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -205,7 +206,8 @@ def tagged(spark: SparkSession, tag: str) -> Iterator[None]:
         place.setInterruptOnCancel(True)
     getattr(place, f"add{kind}Tag")(tag)
     try:
-        yield
+        with _cancelling_at_once(spark, tag):
+            yield
     except BaseException:
         with contextlib.suppress(Exception):  # the first error counts
             cancel(spark, tag)
@@ -213,6 +215,29 @@ def tagged(spark: SparkSession, tag: str) -> Iterator[None]:
     finally:
         with contextlib.suppress(Exception):  # the session may have been stopped
             getattr(place, f"remove{kind}Tag")(tag)
+
+
+@contextlib.contextmanager
+def _cancelling_at_once(spark: SparkSession, tag: str) -> Iterator[None]:
+    """Cancel the jobs with a tag when Ctrl-C is pressed: what it interrupts in PySpark waits for its job's end.
+
+    PySpark's own handler does so, too, but in the cells of a notebook Jupyter puts Python's handler in its place.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+
+    def interrupt(*_: Any) -> None:
+        # From another thread: this one may be amidst a call of Java's.
+        threading.Thread(target=cancel, args=(spark, tag), daemon=True).start()
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def cancel(spark: SparkSession, tag: str) -> None:
