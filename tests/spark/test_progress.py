@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -385,6 +386,22 @@ Caused by: java.io.IOException: {}
     )
 
 
+class Tasks:
+    """What Java's list has of tasks: two that have ended, and those that run."""
+
+    def __init__(self, running: list[int]) -> None:
+        self._tasks = [3, *running, 4]
+        self._running = list(running)
+
+    def size(self) -> int:
+        return len(self._tasks)
+
+    def apply(self, index: int) -> Any:
+        task = self._tasks[index]
+        status = "RUNNING" if task in self._running else "FAILED"
+        return SimpleNamespace(taskId=lambda: task, status=lambda: status)
+
+
 class Slots:
     """A classic session with some slots, with a stage, and what was cancelled in it."""
 
@@ -394,8 +411,22 @@ class Slots:
         self.numTasks = 2
         self.numCompletedTasks = 0
         self.stageIds = [5, 7]  # of the job
+        self.stageId, self.currentAttemptId = 7, 2
         self.slots = slots
         self.cancelled = threading.Event()
+        self.running = {0: [], 1: [18]}  # by attempt of the stage
+
+    def statusStore(self) -> Any:  # noqa: N802
+        return self
+
+    def taskList(self, stage: int, attempt: int, _: int) -> Any:  # noqa: N802
+        assert stage == 7
+        return Tasks(self.running[attempt])
+
+    def killTaskAttempt(self, task: int, interrupt: bool, _: str) -> bool:  # noqa: FBT001, N802
+        assert interrupt
+        self.running[1].remove(task)
+        return True
 
     def sc(self) -> Any:
         return self
@@ -476,5 +507,19 @@ def test_slots_that_other_jobs_hold_are_waited_for_and_named_once(
     spark = Slots(active_tasks, slots)
     with keeping_slots(spark, "the job's", 2, timeout_s=1000.0):  # type: ignore[arg-type]
         assert not spark.cancelled.wait(0.5)
+    assert spark.running[1] == [18]  # Spark itself may end it
     told = "num_workers is 2, and other jobs hold some of the cluster's 4 slots: training begins when 2 are free"
     assert caplog.messages == [told] * is_told
+
+
+@pytest.mark.parametrize(("active_tasks", "left"), [(0, []), (2, [18])])
+def test_a_task_that_a_failed_attempt_has_left_does_not_hold_its_slot_for_ever(
+    monkeypatch: pytest.MonkeyPatch, active_tasks: int, left: list[int]
+) -> None:
+    """As where an executor was lost with the rows of another task, for which it would wait."""
+    monkeypatch.setattr(session, "_LOOK_S", 0.02)
+    monkeypatch.setattr(session, "_LEFT_S", 0.1)
+    spark = Slots(active_tasks, slots=2)
+    with keeping_slots(spark, "the job's", 2, timeout_s=1000.0):  # type: ignore[arg-type]
+        assert not spark.cancelled.wait(0.5)
+    assert spark.running[1] == left

@@ -52,6 +52,7 @@ _LINE_MAX: Final = 2_000
 _SLOTS_S: Final = 45.0  # for executors to register
 _LOOK_S: Final = 1.0
 _BUSY_S: Final = 30.0  # other jobs may hold slots for a moment
+_LEFT_S: Final = 5.0  # Spark itself ends most tasks of an attempt that has failed
 _SMALL_BYTES: Final = 1 << 20  # go with the tasks
 _BROADCAST_BYTES: Final = 16 << 20
 
@@ -127,9 +128,12 @@ def keeping_slots(
         is_told = False
         while not ended.wait(_LOOK_S):
             slots = _slots(spark, workers)
-            if not _waits_for_slots(spark, tag, workers):
+            waiting = _stages_without_slots(spark, tag, workers)
+            if not waiting:
                 began_s = now_s()
-            elif not is_told and slots >= workers and now_s() - began_s > _BUSY_S:
+            elif now_s() - began_s > _LEFT_S:
+                _end_left_tasks(spark, waiting, workers)
+            if waiting and not is_told and slots >= workers and now_s() - began_s > _BUSY_S:
                 is_told = True
                 text = "%s is %d, and other jobs hold some of the cluster's %d slots: training begins when %d are free"
                 _LOG.warning(text, name, workers, slots, workers)
@@ -165,19 +169,36 @@ def _has_tasks(spark: SparkSession, workers: int) -> bool:
     return any(stage is not None and stage.numActiveTasks >= workers for stage in stages)
 
 
-def _waits_for_slots(spark: SparkSession, tag: str, workers: int) -> bool:
-    """Return whether a job with the tag has a stage of so many tasks, of which none has begun."""
+def _end_left_tasks(spark: SparkSession, stages: list[Any], workers: int) -> None:
+    """End the tasks of earlier attempts of stages that wait for slots.
+
+    Spark leaves them if an attempt fails because a task's rows were lost with an executor: others may have read theirs,
+    once those were computed anew, and wait for that task without end.
+    """
+    context = spark.sparkContext._jsc.sc()
+    for stage in stages:
+        for attempt in range(stage.currentAttemptId):
+            tasks = context.statusStore().taskList(stage.stageId, attempt, workers)
+            for task in map(tasks.apply, range(tasks.size())):
+                if task.status() == "RUNNING":
+                    reason = "it waits for a task of an earlier attempt"
+                    context.killTaskAttempt(task.taskId(), True, reason)
+
+
+def _stages_without_slots(spark: SparkSession, tag: str, workers: int) -> list[Any]:
+    """Return the stages, of jobs with the tag, that have so many tasks, of which none has begun."""
     context = spark.sparkContext
     tracker = context.statusTracker()
     jobs = map(tracker.getJobInfo, context._jsc.sc().statusTracker().getJobIdsForTag(tag))
     stages = {stage for job in jobs if job is not None for stage in job.stageIds}
-    return any(
-        stage is not None
+    return [
+        stage
+        for stage in map(tracker.getStageInfo, stages.intersection(tracker.getActiveStageIds()))
+        if stage is not None
         and stage.numTasks == workers
         and not stage.numActiveTasks
         and not stage.numCompletedTasks
-        for stage in map(tracker.getStageInfo, stages.intersection(tracker.getActiveStageIds()))
-    )
+    ]
 
 
 def _slots(spark: SparkSession, workers: int) -> int:
