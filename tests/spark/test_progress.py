@@ -24,7 +24,13 @@ pytest.importorskip("fsspec", reason="fsspec is not installed")
 from gradwire import GradwireError, Node  # noqa: E402
 from gradwire.spark import session  # noqa: E402
 from gradwire.spark.progress import Progress  # noqa: E402
-from gradwire.spark.session import check_slots, keeping_slots, task_failure, told_in_one_line  # noqa: E402
+from gradwire.spark.session import (  # noqa: E402
+    check_runs,
+    check_slots,
+    keeping_slots,
+    task_failure,
+    told_in_one_line,
+)
 from gradwire.spark.watch import WORKERS_MAX, Watch  # noqa: E402
 from gradwire.transport import Peer, PeerJoined, PeerLost  # noqa: E402
 
@@ -386,6 +392,17 @@ Caused by: java.io.IOException: {}
     )
 
 
+def test_a_session_that_was_stopped_is_told_whatever_spark_says() -> None:
+    spark: Any = SimpleNamespace(sparkContext=SimpleNamespace(_jsc=None))
+    with (
+        pytest.raises(GradwireError, match=r"^the Spark session was stopped$"),
+        told_in_one_line(spark),
+    ):
+        raise AttributeError("'NoneType' object has no attribute 'setCallSite'")
+    with pytest.raises(ValueError, match="was stopped: make the DataFrame with another one"):
+        check_runs(spark)
+
+
 class Tasks:
     """What Java's list has of tasks: two that have ended, and those that run."""
 
@@ -423,7 +440,7 @@ class Slots:
         assert stage == 7
         return Tasks(self.running[attempt])
 
-    def killTaskAttempt(self, task: int, interrupt: bool, _: str) -> bool:  # noqa: FBT001, N802
+    def killTaskAttempt(self, task: int, interrupt: bool, _: str) -> bool:  # noqa: N802
         assert interrupt
         self.running[1].remove(task)
         return True

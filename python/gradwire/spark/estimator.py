@@ -37,6 +37,7 @@ from .session import (
     Parcel,
     WorkerTraceback,
     cancel,
+    check_runs,
     check_slots,
     gpus_of_executor,
     keeping_slots,
@@ -231,11 +232,12 @@ class TorchEstimator(Estimator["TorchModel"], Stored):
                 f"dataset is a {kind}, must be a DataFrame of Spark, as from spark.createDataFrame(...)"
             )
         spark = dataset.sparkSession
+        check_runs(spark)
         workers = self.getOrDefault("num_workers")
         job = self._job(spark)
         rows = self._rows(dataset)
         through_spark = isinstance(job.training, ParameterAveraging) and job.training.via == "spark"
-        with told_in_one_line(), job.checkpoints.named_on_failure():
+        with told_in_one_line(spark), job.checkpoints.named_on_failure():
             if not through_spark:
                 check_slots(spark, workers)
             if (

@@ -28,6 +28,7 @@ __all__ = [
     "Parcel",
     "WorkerTraceback",
     "cancel",
+    "check_runs",
     "check_slots",
     "driver_address",
     "failure_of",
@@ -47,6 +48,9 @@ _NO_MODULE: Final = re.compile("No module named '(gradwire|numpy|pandas|pyarrow|
 _NO_PROGRAM: Final = re.compile('Cannot run program "[^"]*"')
 _IN_JAVA: Final = "\n\tat "
 _CANCELLED: Final = re.compile("SPARK_JOB_CANCELLED|OPERATION_CANCELED|SparkContext was shut down")
+_STOPPED: Final = "the Spark session was stopped"
+# With Connect, before the session itself knows.
+_CLOSED: Final = re.compile("SESSION_CLOSED|NO_ACTIVE_SESSION|Channel closed|closed channel")
 _JAVA: Final = re.compile(r"^(?:Caused by)?: (?:[\w$]+\.)*(.+)$", re.MULTILINE)
 _LINE_MAX: Final = 2_000
 _SLOTS_S: Final = 45.0  # for executors to register
@@ -60,6 +64,33 @@ _BROADCAST_BYTES: Final = 16 << 20
 def is_connect(spark: SparkSession) -> bool:
     """Return whether a session is one of Spark Connect."""
     return type(spark).__module__.startswith("pyspark.sql.connect")
+
+
+def is_stopped(spark: SparkSession) -> bool:
+    """Return whether a session was stopped."""
+    if is_connect(spark):
+        return bool(spark.is_stopped)  # type: ignore[attr-defined]
+    context = spark.sparkContext._jsc
+    return context is None or bool(context.sc().isStopped())
+
+
+def _was_stopped(spark: SparkSession, error: Exception) -> bool:
+    """Return whether a session was stopped, for which Spark has many errors."""
+    if is_connect(spark) and _CLOSED.search(str(error)):
+        return True
+    with contextlib.suppress(Exception):  # as where Java has ended, too
+        return is_stopped(spark)
+    return False
+
+
+def check_runs(spark: SparkSession) -> None:
+    """Raise if a session was stopped: PySpark has errors without a word for that.
+
+    Raises:
+        ValueError: it was.
+    """
+    if is_stopped(spark):
+        raise ValueError(f"{_STOPPED}: make the DataFrame with another one")
 
 
 def check_slots(spark: SparkSession, workers: int, name: str = "num_workers") -> None:
@@ -336,7 +367,7 @@ class WorkerTraceback(Exception):
 
 
 @contextlib.contextmanager
-def told_in_one_line() -> Iterator[None]:
+def told_in_one_line(spark: SparkSession | None = None) -> Iterator[None]:
     """Raise what ended a job of Spark in one line, where Spark has hundreds; its cause is the task's traceback.
 
     Raises:
@@ -355,6 +386,8 @@ def told_in_one_line() -> Iterator[None]:
             cause = cause.__context__
         if isinstance(error, GradwireError):
             raise
+        if spark is not None and _was_stopped(spark, error):
+            raise GradwireError(_STOPPED) from error
         text, trace = task_failure(error)
         if not text:
             raise

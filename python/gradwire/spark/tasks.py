@@ -96,7 +96,7 @@ def run(
     trained = data.barrier().mapPartitions(task)
     results: dict[int, list[bytes]] = {}
     with (
-        told_in_one_line(),
+        told_in_one_line(session),
         tagged(session, tag),
         keeping_slots(session, tag, workers, _REPLACED_S, name),
     ):
