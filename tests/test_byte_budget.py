@@ -270,3 +270,13 @@ def test_small_arrays_and_explicit_budgets_have_no_limit_of_a_density() -> None:
     message = gw.Encoder(100_000, policy).encode(gauss(100_000), max_bytes=10_000)
     assert message.count > 2_000
     assert message.nbytes <= 10_000
+
+
+def test_the_budgets_of_many_encoders_are_computed_once() -> None:
+    encoders = [gw.Encoder(1_000 + i, gw.TargetBytes(300)) for i in range(500)]
+    for encoder in encoders:
+        encoder.encode(np.ones(encoder.numel, np.float32))
+    misses = most_changed.cache_info().misses
+    for encoder in encoders:
+        encoder.encode(np.ones(encoder.numel, np.float32))
+    assert most_changed.cache_info().misses == misses

@@ -562,7 +562,7 @@ class TargetBytes:
         return TargetDensity(min(0.9 * share, 0.5), minimum=self.minimum)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=4096)  # a model may have an encoder for each tensor
 def most_changed(max_bytes: int, numel: int, parts: int) -> int:
     """Return how many changed elements fit into ``max_bytes`` of messages, wherever the elements are.
 
