@@ -11,6 +11,7 @@ import pytest
 
 import gradwire as gw
 from gradwire.policy import FIRST_TREND
+from gradwire.reference import ReferenceEncoder
 
 from .other_threads import lets_others_run
 
@@ -198,6 +199,26 @@ def test_a_policy_of_the_caller_s_own_hears_of_shake_ups_that_are_too_small() ->
     with pytest.raises(ValueError, match="smaller divisor"):
         encoder.encode(np.ones(2, np.float32))
     assert bits_of(encoder) == before
+
+
+def test_a_policy_of_the_caller_s_own_learns_its_first_threshold_only() -> None:
+    class Own:
+        initial, sample_density = None, 0.5
+
+        def next_threshold(self, *_: Any) -> float:
+            return 0.125
+
+    encoder = gw.Encoder(1_000, Own())
+    reference = ReferenceEncoder(1_000, Own())
+    encoder.encode(np.zeros(1_000, np.float32))
+    reference.encode(np.zeros(1_000, np.float32))
+    thresholds = []
+    for update in np.random.default_rng(7).standard_normal((3, 1_000), np.float32):
+        message = encoder.encode(update)
+        assert bytes(message) == reference.encode(update)
+        thresholds.append(message.threshold)
+    assert 0.5 < thresholds[0] < 1.0
+    assert thresholds[1:] == [0.125, 0.125]
 
 
 @pytest.mark.parametrize("policy", [1.0, gw.TargetDensity(0.5)], ids=str)

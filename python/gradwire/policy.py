@@ -848,6 +848,8 @@ def follow(
     """
     if isinstance(policy, TargetDensity):
         return policy.follow(threshold, density, age, quantiles, state)
+    if quantiles is not None and quantiles.now > 0.0:
+        state = state._replace(trend=FIRST_TREND)  # the first threshold has been learned
     return policy.next_threshold(threshold, density, age + 1, quantiles), state
 
 
