@@ -221,6 +221,30 @@ def test_a_policy_of_the_caller_s_own_learns_its_first_threshold_only() -> None:
     assert thresholds[1:] == [0.125, 0.125]
 
 
+@pytest.mark.parametrize(
+    "policy", [gw.AdaptiveThreshold(0.5), gw.TargetDensity(0.5), gw.TargetBytes(10_000)], ids=str
+)
+@pytest.mark.parametrize("parts", [None, 3])
+def test_an_interrupted_step_leaves_the_threshold_as_it_was(policy: Any, parts: Any) -> None:
+    class Interrupted(gw.ResidualClip):
+        def is_due(self, step: int) -> bool:
+            if step == 1:
+                raise KeyboardInterrupt
+            return False
+
+    encoder = gw.Encoder(1_000, policy, clip=Interrupted())
+    first, second = np.random.default_rng(8).standard_normal((2, 1_000), np.float32)
+    encoder.encode(first, parts=parts)
+    state, stats = encoder.state_dict(), encoder.stats
+    with pytest.raises(KeyboardInterrupt):
+        encoder.encode(second, parts=parts)
+    np.testing.assert_allclose(encoder.residual, state.pop("residual") + second, rtol=1e-6)
+    after = encoder.state_dict()
+    gw.Encoder(1_000, policy).load_state_dict(after)
+    del after["residual"]
+    assert (after, encoder.stats) == (state, stats)
+
+
 @pytest.mark.parametrize("policy", [1.0, gw.TargetDensity(0.5)], ids=str)
 def test_without_a_residual_the_error_of_an_update_says_what_is_true(policy: Any) -> None:
     encoder = gw.Encoder(4, policy, keeps_residual=False)

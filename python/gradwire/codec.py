@@ -452,6 +452,7 @@ class Encoder:
         partition = None if parts is None else self._partition(parts)
         budget, most = self._rule.budget(max_bytes, dense, self.numel, partition)
         messages: list[Message] = []
+        memory = dict(vars(self._memory))
         try:
             if dense:
                 skipped = self._call(
@@ -470,7 +471,9 @@ class Encoder:
             self._finish(messages, skipped)
         except BaseException:
             # What is not returned must not be lost, after an error of the policy or a signal, which Python raises as
-            # soon as the core returns.
+            # soon as the core returns. The step does not count, so the next one has its threshold.
+            if messages:
+                vars(self._memory).update(memory)
             self._put_back(messages, partition)
             raise
         return messages[0] if partition is None else messages
