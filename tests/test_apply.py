@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from itertools import pairwise
 from typing import Any
 
@@ -362,6 +363,28 @@ def test_a_target_that_cannot_be_added_to_is_refused(
     message = message_of(Changes(8, np.arange(8), np.zeros(8, bool)))
     with pytest.raises(error, match=words):
         gw.apply(message, target)
+
+
+def test_arrays_live_as_long_as_the_call_that_they_were_given_to() -> None:
+    class Emptying:
+        """An array that empties the list in which it was given."""
+
+        def __dlpack__(self, **_: Any) -> Any:
+            targets.clear()
+            are_alive.append(first() is not None)
+            return rest.__dlpack__()
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return rest.__dlpack_device__()
+
+    are_alive: list[bool] = []
+    rest = np.zeros(4, np.float32)
+    targets: list[Any] = [np.zeros(4, np.float32), Emptying()]
+    first = weakref.ref(targets[0])
+    gw.apply(message_of(Changes(8, np.arange(8), np.zeros(8, bool))), targets)
+    assert are_alive == [True]
+    assert first() is None
+    assert rest.tolist() == [0.5] * 4
 
 
 def test_targets_that_overlap_are_refused() -> None:

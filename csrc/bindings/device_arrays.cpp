@@ -108,7 +108,6 @@ std::optional<HostArray> from_tensor(py::handle object, int device) {
         array.data = reinterpret_cast<void*>(object.attr("data_ptr")().cast<uintptr_t>());
         array.numel = object.attr("numel")().cast<uint64_t>();
         array.writable = true;
-        array.hold = std::make_shared<py::object>(py::reinterpret_borrow<py::object>(object));
         return array;
     } catch (const py::error_already_set&) {  // a layout without memory of this kind
         return std::nullopt;

@@ -196,7 +196,9 @@ uint64_t HostArray::bytes() const { return numel * bytes_per_element(dtype); }
 HostArrays::HostArrays(py::handle object, const char* role) : HostArrays(object, role, borrow) {}
 
 HostArrays::HostArrays(py::handle object, const char* role, const Borrow& borrow)
-    : role_(role), sequence_(PyList_Check(object.ptr()) || PyTuple_Check(object.ptr())) {
+    : role_(role),
+      sequence_(PyList_Check(object.ptr()) || PyTuple_Check(object.ptr())),
+      objects_(py::reinterpret_borrow<py::object>(object)) {
     const auto add = [&](py::handle item, const std::string& name) {
         HostArray array = borrow(item, name);
         if (array.numel > 0 && reinterpret_cast<uintptr_t>(array.data) % bytes_per_element(array.dtype) != 0)
@@ -208,11 +210,9 @@ HostArrays::HostArrays(py::handle object, const char* role, const Borrow& borrow
         add(object, role);
         return;
     }
-    const auto items = py::reinterpret_borrow<py::sequence>(object);
-    for (size_t i = 0; i < items.size(); ++i) {
-        const py::object item = items[i];
-        add(item, std::string(role) + "[" + std::to_string(i) + "]");
-    }
+    const py::tuple items(objects_);
+    objects_ = items;
+    for (size_t i = 0; i < items.size(); ++i) add(items[i], std::string(role) + "[" + std::to_string(i) + "]");
 }
 
 std::string HostArrays::name(size_t index) const {

@@ -1,7 +1,8 @@
 // Python arrays as plain pointers, without a copy: NumPy arrays, buffers and DLPack producers in host memory.
 //
 // Arrays that would need a copy are refused: TypeError for a wrong dtype, ValueError for a wrong device, layout,
-// overlap or a read-only target. A HostArrays keeps the memory of its arrays alive.
+// overlap or a read-only target. A HostArrays keeps its arrays and their memory alive, also if another thread empties
+// the list that they were in.
 #pragma once
 
 #include <pybind11/numpy.h>
@@ -25,7 +26,7 @@ struct HostArray {
     uint64_t numel = 0;
     Dtype dtype = Dtype::kNone;
     bool writable = false;
-    std::shared_ptr<void> hold;  // keeps a borrowed buffer or DLPack tensor alive
+    std::shared_ptr<void> hold;  // the loan of a buffer or DLPack tensor
 
     uint64_t bytes() const;
 };
@@ -55,9 +56,10 @@ class HostArrays {
 
   private:
     std::string name(size_t index) const;
-    std::vector<HostArray> arrays_;
     const char* role_;
     bool sequence_;
+    py::object objects_;  // the array, or a tuple of the arrays
+    std::vector<HostArray> arrays_;
 };
 
 // Return parameters in half precision with their float32 copies, which are apart; throw where they are not such.
