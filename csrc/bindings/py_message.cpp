@@ -121,10 +121,6 @@ std::string represent(const Message& message) {
            " nbytes=" + std::to_string(message.view().nbytes()) + ">";
 }
 
-py::bytes to_bytes(const Message& message) {
-    return py::bytes(reinterpret_cast<const char*>(message.bytes()), message.view().nbytes());
-}
-
 bool same_bytes(const Message& a, const Message& b) {
     return a.view().nbytes() == b.view().nbytes() && std::memcmp(a.bytes(), b.bytes(), a.view().nbytes()) == 0;
 }
@@ -166,7 +162,7 @@ void register_message(py::module_& module) {
         .def("__reduce__", [](const py::object& self) {
             // pickle does not support functions of pybind11, such as Message.parse.
             const py::object parse =
-                py::module_::import("operator").attr("methodcaller")("parse", to_bytes(self.cast<const Message&>()));
+                py::module_::import("operator").attr("methodcaller")("parse", self.attr("__bytes__")());
             return py::make_tuple(parse, py::make_tuple(py::type::of(self)));
         });
     module.def("parse_many", &parse_many, py::arg("buffer"),
