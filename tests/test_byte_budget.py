@@ -258,6 +258,25 @@ def test_what_is_held_back_is_as_in_the_reference(dtype: str, density: float) ->
     assert limited >= 2
 
 
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    ("magnitudes", "least"), [([2.0, 1.0 - 1e-12, 1.0], 0.1), ([6e-41, 7e-41, 8e-41], 1e-40)]
+)
+def test_the_largest_are_as_in_the_reference_at_the_edges_of_bfloat16(
+    magnitudes: list[float], least: float, dtype: str
+) -> None:
+    policy = gw.TargetDensity(0.01, initial=least, minimum=least)
+    ours = gw.Encoder(20_000, policy, dtype=dtype)
+    theirs = ReferenceEncoder(20_000, policy, dtype=dtype)
+    update = np.zeros(20_000)
+    update[:900] = np.random.default_rng(9).permutation(np.repeat(magnitudes, 300))
+    message = ours.encode(update.astype(dtype))
+    assert bytes(message) == theirs.encode(update.astype(dtype))
+    assert ours.residual.tobytes() == theirs.residual.tobytes()
+    assert gw.Message.parse(bytes(message)).count == policy.most_changed(20_000)
+
+
 def test_parts_share_the_limit_of_a_density() -> None:
     numel, policy = 300_000, gw.TargetDensity(0.01, initial=1e-3)
     messages = gw.Encoder(numel, policy).encode(gauss(numel), parts=5)

@@ -116,9 +116,11 @@ GRADWIRE_HD inline Levels<Scalar> levels_of(uint16_t threshold, double rounding_
     return {quantum * static_cast<Scalar>(rounding_point), quantum};
 }
 
-// Return the threshold (bfloat16 bits) of which `bound`, the value of a magnitude_bin, is the share `rounding_point`.
+// Return the threshold (bfloat16 bits) of which the value of a magnitude_bin is the share `rounding_point`.
 GRADWIRE_HD inline uint16_t threshold_from(unsigned bin, double rounding_point) {
-    return to_finite_bfloat16(static_cast<double>(bfloat16_to_float(static_cast<uint16_t>(bin))) / rounding_point);
+    const auto bound = static_cast<double>(bfloat16_to_float(static_cast<uint16_t>(bin)));
+    const uint16_t threshold = to_finite_bfloat16(bound / rounding_point);
+    return threshold > 0 ? threshold : uint16_t{1};  // bin 0 is below every threshold
 }
 
 }  // namespace

@@ -517,13 +517,17 @@ class ReferenceEncoder:
     def _largest(self, passing: Positions, point: float) -> tuple[Positions, float]:
         """Return the largest of the elements that reach the threshold, and the threshold of their message.
 
-        Magnitudes are compared by the upper 16 bits of float32. Of equal ones those with the lowest index come first.
+        Magnitudes are compared by the largest bfloat16 values up to them. Of equal ones those with the lowest index
+        come first.
         """
         most = self._most_changed(is_shakeup=False)
-        bins = (_magnitude_bits(self.residual[passing]) >> 16).astype(np.int64)
+        magnitudes = abs(self.residual[passing])
+        bits = _magnitude_bits(magnitudes)
+        bins = (bits.astype(np.int64) - (bits.view(np.float32) > magnitudes)) >> 16
         order = np.argsort(-bins, kind="stable")
         edge = float(np.uint32(bins[order[most]] << 16).view(np.float32))
-        return passing[np.sort(order[:most])], round_threshold(min(edge / point, 255.0 * 2.0**120))
+        threshold = min(max(edge / point, 2.0**-133), 255.0 * 2.0**120)
+        return passing[np.sort(order[:most])], round_threshold(threshold)
 
     def encode_dense(self, update: NDArray[Any] | None = None, *, bfloat16: bool = False) -> bytes:
         """Add ``update`` to the residual and send all of it; the residual keeps only the rounding error."""
