@@ -245,6 +245,28 @@ def test_an_interrupted_step_leaves_the_threshold_as_it_was(policy: Any, parts: 
     assert (after, encoder.stats) == (state, stats)
 
 
+def test_what_an_interrupted_step_has_clipped_is_counted() -> None:
+    class Core:
+        """The core of an encoder, with a signal at the end of every clipping."""
+
+        def __init__(self, core: Any) -> None:
+            self._core = core
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._core, name)
+
+        def clip(self, limit: float) -> None:
+            self._core.clip(limit)
+            raise KeyboardInterrupt
+
+    encoder = gw.Encoder(4, 1.0, clip=gw.ResidualClip(2.0, every=1))
+    encoder._core = Core(encoder._core)
+    with pytest.raises(KeyboardInterrupt):
+        encoder.encode(np.float32([8.0, 0.5, -6.0, 0.0]))
+    assert encoder.residual.tolist() == [3.0, 0.5, -3.0, 0.0]
+    assert encoder.stats == gw.EncoderStats(clipped_count=2, clipped_sum=5.0 - 3.0)
+
+
 @pytest.mark.parametrize("policy", [1.0, gw.TargetDensity(0.5)], ids=str)
 def test_without_a_residual_the_error_of_an_update_says_what_is_true(policy: Any) -> None:
     encoder = gw.Encoder(4, policy, keeps_residual=False)

@@ -96,15 +96,18 @@ class PyEncoder {
         HostArrays(update, "update").require_update(encoder_.residual(), encoder_.numel(), encoder_.dtype());
     }
 
-    py::tuple clip(double limit) {
+    // The totals are kept here, as what is returned is lost if a signal interrupts the call.
+    void clip(double limit) {
         const Exclusive exclusive(busy_);
-        Clipped clipped;
+        Clipped now;
         {
             const ReleasedGil release;
-            clipped = encoder_.clip(limit);
+            now = encoder_.clip(limit);
         }
-        return py::make_tuple(clipped.count, clipped.sum);
+        clipped_.count += now.count;
+        clipped_.sum += now.sum;
     }
+    py::tuple clipped() const { return py::make_tuple(clipped_.count, clipped_.sum); }
 
     // Return a view of the residual; allocate a residual of zeros if there is none.
     py::array keep_residual() {
@@ -172,6 +175,7 @@ class PyEncoder {
     }
 
     Encoder encoder_;
+    Clipped clipped_;
     std::atomic_flag busy_ = ATOMIC_FLAG_INIT;
 };
 
@@ -338,6 +342,7 @@ void register_encoder(py::module_& module) {
              py::arg("messages"))
         .def("check_update", &PyEncoder::check_update, py::arg("update"))
         .def("clip", &PyEncoder::clip, py::arg("limit"))
+        .def("clipped", &PyEncoder::clipped)
         .def("keep_residual", &PyEncoder::keep_residual)
         .def("drop_residual", &PyEncoder::drop_residual);
     module.def("encode_into", &encode_into, py::arg("residual"), py::arg("update"), py::arg("threshold"),

@@ -6,7 +6,7 @@ import inspect
 import re
 import reprlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal, overload
 
@@ -330,7 +330,9 @@ class Encoder:
         self._step = 0
         self._memory = ThresholdMemory(self._rule)
         # Counted in place: a frozen ``EncoderStats`` is made on request only.
-        self._totals: dict[str, Any] = asdict(EncoderStats())
+        self._totals = dict.fromkeys(
+            ("messages", "message_bytes", "sent_count", "nonfinite_count"), 0
+        )
 
     @property
     def residual(self) -> NDArray[Any]:
@@ -388,7 +390,8 @@ class Encoder:
     @property
     def stats(self) -> EncoderStats:
         """The totals so far."""
-        return EncoderStats(**self._totals)
+        count, removed = self._core.clipped()
+        return EncoderStats(**self._totals, clipped_count=count, clipped_sum=removed)
 
     @overload
     def encode(
@@ -523,9 +526,7 @@ class Encoder:
                 quantiles = quantiles.held_back(step - memory.changed_at)
             memory.follow(rule, reached / self.numel, step, quantiles)
         if self.clip is not None and self.clip.is_due(step):
-            count, removed = self._core.clip(self.clip.limit * rounded)
-            self._totals["clipped_count"] += count
-            self._totals["clipped_sum"] += removed
+            self._core.clip(self.clip.limit * rounded)
         return int(skipped)
 
     def set_policy(
