@@ -190,3 +190,47 @@ def test_only_a_member_that_dies_takes_the_last_update_with_it(role: Any) -> Non
         world.start(other, lambda: follow(other))
         world.run(lambda: trained.is_done)
     assert trained.result
+
+
+@pytest.mark.parametrize("seed", seeds(3))
+def test_an_asynchronous_observer_has_the_updates_of_members_that_come_after_it(seed: int) -> None:
+    """Members come and leave in good order, and it neither takes another snapshot nor keeps what they have sent."""
+    put_in = np.zeros(NUMEL)
+
+    def exchange(node: FakeNode, **more: Any) -> gw.Exchange:
+        encoder = gw.Encoder(NUMEL, gw.FixedThreshold(2.0**-12))
+        return gw.Exchange(encoder, node, reduction="sum", mode="async", timeout_s=10.0, **more)
+
+    def train(node: FakeNode, steps: int) -> None:
+        share = exchange(node, min_peers=0)
+        params = START.copy()
+        share.join(params)
+        for _ in range(steps):
+            node.cluster.compute(node, 0.05)
+            put_in[...] += 2.0**-12
+            share.step(np.full(NUMEL, 2.0**-12, np.float32), params)
+        share.leave(params)
+        node.cluster.compute(node, 1.0)
+        node.cluster.close(node)
+
+    with cluster(seed) as world:
+        first, observer = world.node(1), world.node(9)
+        world.start(first, lambda: train(first, 400))
+        share = exchange(observer, role="observer", min_peers=1)
+        params = np.zeros(NUMEL, np.float32)
+
+        def follow() -> None:
+            while True:
+                share.follow(params, timeout_s=0.1)
+
+        world.start(observer, follow)
+        world.run(until=lambda: world.now_s > 1.0)
+        replacements = share._replica.replacements
+        for number in range(2, 6):
+            node = world.node(number)
+            worker = world.start(node, lambda n=node: train(n, 8))
+            world.run(until=lambda w=worker: w.is_done)
+        assert share._replica.replacements == replacements
+        world.run(until=lambda t=world.now_s: world.now_s > t + 2.0)
+        np.testing.assert_allclose(params, START + put_in, atol=2.0**-9)
+        assert not share._membership.past

@@ -445,6 +445,7 @@ class Join:
                     self._replica.apply(payloads, params, nodes=max(len(membership.peers), 1))
                     # It has no steps of its own: its number is that of the member which is furthest ahead.
                     self._replica.advance(params, max(self._replica.step, latest))
+                    membership.reach_step(self._replica.step)
                 count += len(payloads)
             if count or clock.now_s() >= deadline_s:
                 return count

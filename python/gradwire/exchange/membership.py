@@ -357,9 +357,9 @@ class Membership:
 
         Asynchronous nodes admit newcomers by their introductions. One that does not know this node may have come in
         with a part of a split network whose members were this node's, too: the others here then apply none of its
-        updates. A newcomer that has come in beside this node names it as soon as it hears of it.
+        updates. A newcomer that came in beside this node names it as soon as it hears of it. Nobody names an observer.
         """
-        self.members[run].is_provisional = not self.is_known_to(run)
+        self.members[run].is_provisional = self._role != "observer" and not self.is_known_to(run)
 
     def mark_broken(self, run: NodeRun) -> None:
         """Note that a member's updates have a gap, as if its connection had ended."""
