@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 import gradwire as gw
+from gradwire import clock
 from gradwire.exchange.protocol import TAG_NUMBERS, Kind
 from gradwire.exchange.replica import Replica
 from gradwire.transport import PeerLost
@@ -258,3 +260,77 @@ def test_ctrl_c_comes_when_nothing_is_half_done(monkeypatch: pytest.MonkeyPatch,
     np.testing.assert_array_equal(shared[0], shared[1])
     # What was put in is in the mean, or still in a residual: once.
     np.testing.assert_array_equal(total + 2 * shared[0], np.full(NUMEL, 8 * 3 * 2.0**-8))
+
+
+@pytest.mark.usefixtures("interrupts")
+def test_ctrl_c_ends_the_wait_for_the_first_worker_of_a_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def sleep(_: float) -> None:
+        signal.raise_signal(signal.SIGINT)
+        monkeypatch.setattr(clock, "sleep", time.sleep)
+
+    monkeypatch.setattr(clock, "sleep", sleep)
+    name = f"test-{secrets.token_hex(4)}"
+    with gw.LocalTeam(name, size=2, rank=1, timeout_s=5.0) as team:
+        share = team.follow()
+        with pytest.raises(KeyboardInterrupt) as raised:
+            share.join(np.zeros(NUMEL, np.float32))
+    assert not isinstance(raised.value.__context__, TimeoutError)
+
+
+@pytest.mark.usefixtures("interrupts")
+def test_ctrl_c_while_workers_add_up_their_updates_loses_none_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others' shares of the sum are there once: another try of the call would lack them."""
+    reduce = gw.LocalTeam._reduce
+    is_waited_for, may_add, has_added = threading.Event(), threading.Event(), threading.Event()
+    sleeps: list[float] = []  # of the leader, while the other worker is waited for
+
+    def sleep(seconds: float) -> None:
+        if is_waited_for.is_set() and threading.current_thread() is threading.main_thread():
+            sleeps.append(seconds)
+            if len(sleeps) == 1:
+                signal.raise_signal(signal.SIGINT)
+            else:
+                may_add.set()
+        time.sleep(seconds)
+
+    def reduce_late(self: gw.LocalTeam, rank: int) -> None:
+        if rank == 1 and self.started_call == 3:
+            is_waited_for.set()
+            assert may_add.wait(10.0)
+        reduce(self, rank)
+        if may_add.is_set():
+            has_added.set()
+
+    monkeypatch.setattr(clock, "sleep", sleep)
+    monkeypatch.setattr(gw.LocalTeam, "_reduce", reduce_late)
+    name = f"test-{secrets.token_hex(4)}"
+    ends: dict[int, NDArray[np.float32]] = {}
+
+    def train(rank: int, node: Any = None) -> None:
+        with gw.LocalTeam(name, size=2, rank=rank) as team:
+            if node is None:
+                share = team.follow()
+            else:
+                encoder = gw.Encoder(NUMEL, threshold=1.0)
+                share = team.lead(gw.Exchange(encoder, node, min_peers=0))
+            params = ends[rank] = np.zeros(NUMEL, np.float32)
+            share.join(params)
+            for _ in range(4):
+                try:
+                    share.step(np.full(NUMEL, 2.0 * rank, np.float32), params)
+                except (KeyboardInterrupt, gw.GradwireError):
+                    may_add.set()
+                    assert has_added.wait(10.0)
+
+    with gw.Node("127.0.0.1:0", secret=secrets.token_bytes(32)) as node:
+        other = threading.Thread(target=train, args=(1,))
+        other.start()
+        train(0, node)
+        other.join()
+    assert len(sleeps) > 1
+    for params in ends.values():
+        np.testing.assert_array_equal(params, np.full(NUMEL, 4.0, np.float32))

@@ -227,6 +227,7 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
                     self.timeout_s,
                 )
                 warn_s += _WARN_S
+            let_through()
             clock.sleep(_PAUSE_MAX_S)
         # Memory of another layout would give every worker other parameters without a word.
         if leaders.document != [self.workers, layout]:
@@ -473,7 +474,9 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
         warn_s = begin_s + min(self.timeout_s, _WARN_S)
         pause_s = _PAUSE_S
         while not is_done():
-            let_through()
+            # Not between the others' shares of a sum and its use: another try of the call would not have them again.
+            if self.rank or self._words[STARTED] == self._words[FINISHED]:
+                let_through()
             clock.sleep(pause_s)
             pause_s = min(2.0 * pause_s, _PAUSE_MAX_S)
             if (now_s := clock.now_s()) < look_s:
@@ -490,12 +493,11 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
                     "this worker; start all its workers again"
                 )
             if now_s >= warn_s:
-                text = f"not all {self.workers} workers of this machine came within {now_s - begin_s:.3g} s"
-                text += f": rank {rank}"
-                text += " has not come, or has failed (see its output)" if is_gone else " is late"
+                why = f"not all {self.workers} workers of this machine came within {now_s - begin_s:.3g} s: rank {rank}"
+                why += " has not come, or has failed (see its output)" if is_gone else " is late"
                 if is_gone and now_s >= begin_s + self.timeout_s:
-                    raise TimeoutError(text)
-                _LOG.warning("%s, and waited for", text)
+                    raise TimeoutError(why)
+                _LOG.warning("%s, and waited for", why)
                 warn_s = now_s + min(self.timeout_s, _WARN_S)
 
     def publish_state(self, state: Arrays) -> str:
