@@ -259,3 +259,23 @@ def test_parts_that_an_owner_had_not_accepted_before_it_came_back_stay_with_a_no
     assert first.resyncs_at is None
     assert_identical(trainers)
     assert_nothing_lost(trainers)
+
+
+def test_what_is_known_of_owners_that_are_gone_does_not_grow_with_their_number() -> None:
+    """Every newcomer gets the table of parts that were not accepted, which has to fit into a message."""
+    sizes: list[int] = []
+    with cluster(0) as world:
+        trainers = [Trainer(world, node_id, 10**6, min_peers=2) for node_id in IDS[:3]]
+        for _ in range(6):
+            other = Trainer(world, IDS[3], 10**6, min_peers=0)
+            world.run(until=lambda o=other: len(o.results) > 3)
+            world.kill(other.node)
+            world.run(until=lambda: bool(trainers[0].results[-1].lost))
+            step = trainers[0].share.next_step + 4
+            world.run(until=lambda end=step: trainers[0].share.next_step >= end)
+            sharding = trainers[0].share._replica.sharding
+            assert sharding is not None
+            sizes.append(sum(map(len, sharding.accepted.values())))
+            assert len(sharding._ledger) <= len(IDS)
+            assert len(sharding._arrived) <= len(IDS)
+    assert 0 < max(sizes) <= len(IDS) ** 2

@@ -41,6 +41,10 @@ _LOG = logging.getLogger(__name__)
 # Parts of one node that wait: it sends the next one only when it has this owner's result of the step before.
 _PARTS_MAX = 16
 
+# Steps after which a node that has taken part in them has none of its parts from before any more.
+_RETURN_STEPS = 8
+_NOBODY = NodeRun(-1, -1)
+
 # By owner and sender: number of the sender's first part that the owner has not accepted.
 Accepted = dict[NodeRun, dict[NodeRun, int]]
 
@@ -293,6 +297,8 @@ class Sharding:
                 by_sender.pop(newcomer, None)
             for sender in self.accepted.get(newcomer, {}).keys() & set(self.senders):
                 del self.accepted[newcomer][sender]
+        if newcomers:
+            self._forget_accepted(step)
         # Sorted like the senders, and cut to the same length everywhere: all nodes compute the same assignment.
         owners = [run for run in self.senders if run not in workers]
         self.owners = tuple(owners[: self._owners_max])
@@ -498,6 +504,21 @@ class Sharding:
             for sender in self.senders:
                 by_sender.setdefault(sender, step)
 
+    def _forget_accepted(self, step: int) -> None:
+        """Forget what senders will not ask for: they have gone on for some steps, or were started again."""
+        # In a run of weeks owners come and go by the thousand, and every newcomer gets the table.
+        present = {run.id: run for run in self.senders}
+        kept = {
+            owner: {
+                sender: first
+                for sender, first in by_sender.items()
+                if sender > (later := present.get(sender.id, _NOBODY))
+                or (sender == later and first >= step - _RETURN_STEPS)
+            }
+            for owner, by_sender in self.accepted.items()
+        }
+        self.accepted = {owner: by_sender for owner, by_sender in kept.items() if by_sender}
+
     def _settle_result(self, result: PartUpdate) -> None:
         for sender in result.missing:
             # The sender of a part that is missing is gone, so no later part of it follows.
@@ -530,14 +551,16 @@ class Sharding:
 
     def finish_step(self, step: int, oldest: int) -> None:
         """Forget the parts of a finished step; parts from ``oldest`` on stay in the ledger for a return."""
-        self._ledger = {
+        ledger = {
             owner: {
                 number: part for number, part in parts.items() if part.is_open or number >= oldest
             }
             for owner, parts in self._ledger.items()
         }
+        self._ledger = {owner: parts for owner, parts in ledger.items() if parts}
         for parts in self._arrived.values():
             parts.pop(step, None)
+        self._arrived = {sender: parts for sender, parts in self._arrived.items() if parts}
 
     # ---- absence and checkpoints -------------------------------------------------------------------------------------
 
