@@ -10,6 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 import gradwire as gw
+from gradwire.exchange.membership import STEPS_AHEAD_MAX
 from gradwire.exchange.protocol import NodeRun
 
 from ..seeds import seeds
@@ -338,3 +339,25 @@ def test_a_node_that_left_far_ahead_joins_again_later_than_its_last_update(
     _, (left, joined) = run_cluster(work, count=2, seed=0)
     assert joined > left >= 10
     assert "joins again" not in caplog.text
+
+
+def test_a_node_may_be_as_many_steps_ahead_as_the_option_says() -> None:
+    """A node that has paused finds all updates of the others at once."""
+    steps = STEPS_AHEAD_MAX + 100
+
+    def work(node: FakeNode, rank: int) -> Any:
+        encoder = gw.Encoder(NUMEL, gw.FixedThreshold(2.0**-6))
+        share = gw.Exchange(
+            encoder, node, mode="async", min_peers=1, max_staleness=steps, timeout_s=10_000.0
+        )
+        params = START.copy()
+        share.join(params)
+        for _ in range(steps if rank == 0 else 1):
+            share.step(np.zeros(NUMEL, np.float32), params)
+        node.cluster.compute(node, 1.0)
+        share.catch_up(params)
+        return share.stats
+
+    for stats in run_cluster(work, count=2, seed=1):
+        assert (stats.lost, stats.joined) == (0, 0)
+        assert stats.members == 1

@@ -807,7 +807,7 @@ def _make_parts(options: Options, groups: Groups, node: Node) -> _Parts:
         step=replica.step,
         keeps=options.kept_updates,
         # An asynchronous newcomer is a member before it has caught up.
-        waits=2 * options.kept_updates if options.is_sync else STEPS_AHEAD_MAX,
+        waits=max(2 * options.kept_updates, 0 if options.is_sync else STEPS_AHEAD_MAX),
     )
     router = Router(node, membership, replica.parse, groups.largest_bytes)
     notes = Notes(membership, router, options.kept_updates)
