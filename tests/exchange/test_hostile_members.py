@@ -495,3 +495,23 @@ def test_parts_for_later_steps_are_bounded(caplog: pytest.LogCaptureFixture) -> 
         run_without(sender, world, [owner, trainers[2]])
     assert_identical([owner, trainers[2]])
     assert "parts wait for results of later steps" in caplog.text
+
+
+def test_a_signature_of_pairs_is_no_introduction() -> None:
+    text = Hello({}, Phase.IN, 5, (), 6, 7, NodeRun(1, 1)).encode().decode()
+    changed = text.replace('"signature":{}', '"signature":[["versions",[14,1]],[1,2]]')
+    assert changed != text
+    with pytest.raises(gw.MessageError, match="no object"):
+        Hello.decode(payload(changed))
+
+
+def test_notes_for_the_same_step_take_no_more_memory_than_one() -> None:
+    stream = UpdateStream(0, keeps=3)
+    for number in range(100):
+        note = Note(comparison=number)
+        stream.add_note(0, note, memoryview(note.encode()))
+    encoder = gw.Encoder(NUMEL, THRESHOLD)
+    message = encoder.encode(update(1, 0))
+    stream.add_update([message], memoryview(bytes(message)))
+    assert [tag for tag, _ in stream.raw(0, 1)] == [tag_of(Kind.NOTE, 0), 0]
+    assert stream.notes[0].comparison == 99

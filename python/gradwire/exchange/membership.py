@@ -114,7 +114,10 @@ class UpdateStream:
         if len(self.notes) > self.waiting + self._keeps + STEPS_AHEAD_MAX:
             raise MessageError(f"{len(self.notes)} notes without their updates")
         self.notes[step] = note
-        self._payloads.setdefault(step, []).append((tag_of(Kind.NOTE, step), payload))
+        # A second one for the same step replaces the first: nobody may send any number of them.
+        tag = tag_of(Kind.NOTE, step)
+        others = [kept for kept in self._payloads.get(step, ()) if kept[0] != tag]
+        self._payloads[step] = [*others, (tag, payload)]
 
     def add_update(self, messages: list[Message], payload: memoryview) -> None:
         """Keep the next update, unless it has been applied with a snapshot."""

@@ -246,7 +246,7 @@ class Hello:
         return _decoded(
             payload,
             lambda document: Hello(
-                dict(document["signature"]),
+                _read_signature(document["signature"]),
                 Phase(document["phase"]),
                 read_step(document["step"]),
                 tuple(map(read_run, document["members"])),
@@ -358,6 +358,12 @@ def unpack_relay(payload: memoryview) -> tuple[NodeRun, int, memoryview]:
         raise MessageError(f"a relayed message of {len(payload)} bytes")
     node, incarnation, tag = _RELAY.unpack_from(payload)
     return NodeRun(node, incarnation), tag, payload[_RELAY.size :]
+
+
+def _read_signature(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):  # pairs would have other names than texts
+        raise TypeError(f"a signature that is no object: {value!r:.40}")
+    return value
 
 
 def _read_seconds(value: Any) -> float:
