@@ -515,3 +515,51 @@ def test_notes_for_the_same_step_take_no_more_memory_than_one() -> None:
     stream.add_update([message], memoryview(bytes(message)))
     assert [tag for tag, _ in stream.raw(0, 1)] == [tag_of(Kind.NOTE, 0), 0]
     assert stream.notes[0].comparison == 99
+
+
+def test_parts_before_the_start_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    """Their sender is no member, and ends nobody's start."""
+
+    def flood(node: FakeNode, receiver: FakeNode) -> None:
+        share = gw.Exchange(gw.Encoder(NUMEL, 1.0), node, topology="sharded", min_peers=5)
+        messages = [
+            gw.Encoder(part.numel, 1.0).encode(np.zeros(part.numel, np.float32))
+            for _, part in Division(share._groups).part(1, 0)
+        ]
+        node.cluster.compute(node, 0.5)
+        for step in range(40):
+            part = PartUpdate(messages, run_of(node.peer), step, 1, 0)
+            tag = tag_of(Kind.PART, step)
+            node.publish(b"".join(part.pieces()), tag=tag, to=receiver.peer)
+        node.cluster.compute(node, 100.0)
+
+    with cluster(1) as world:
+        first, second, liar = (world.node(number) for number in (1, 2, 3))
+        workers = []
+        for node, after_s in ((first, 0.0), (second, 5.0)):
+            share = gw.Exchange(
+                gw.Encoder(NUMEL, 1.0), node, topology="sharded", min_peers=1, timeout_s=20.0
+            )
+
+            def train(node: FakeNode, share: gw.Exchange, after_s: float) -> NDArray[np.float32]:
+                world.compute(node, after_s)
+                params = np.zeros(NUMEL, np.float32)
+                share.join(params)
+                for _ in range(3):
+                    share.step(np.ones(NUMEL, np.float32), params)
+                return params
+
+            workers.append(world.start(node, lambda args=(node, share, after_s): train(*args)))
+        world.start(liar, lambda: flood(liar, first))
+        world.run(until=lambda: all(worker.is_done for worker in workers))
+    for worker in workers:
+        np.testing.assert_array_equal(worker.result, np.full(NUMEL, 3.0, np.float32))
+    assert "16 parts wait for results of later steps" in caplog.text
+
+
+def test_parts_of_any_number_of_owners_take_no_more_memory_than_those_of_a_few() -> None:
+    division = Division(gw.Groups([gw.exchange.Group(gw.Encoder(NUMEL, 1.0))]))
+    for parts in range(1, 100):
+        for place in range(parts + 1):
+            assert division.part(parts, place) == division.part(parts, place)
+    assert len(division._parts) <= 4 * 100

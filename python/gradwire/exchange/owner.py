@@ -27,12 +27,14 @@ from .protocol import Kind, NodeRun, PartUpdate, tag_of
 
 __all__ = [
     "Accepted",
+    "Arrived",
     "Division",
     "PendingPart",
     "ShardedUpdate",
     "Sharding",
     "add_owner_state",
     "can_be_of_same_owners",
+    "keep_part",
     "part_of_state",
 ]
 
@@ -47,6 +49,9 @@ _NOBODY = NodeRun(-1, -1)
 
 # By owner and sender: number of the sender's first part that the owner has not accepted.
 Accepted = dict[NodeRun, dict[NodeRun, int]]
+
+# By sender and step: parts for this owner.
+Arrived = dict[NodeRun, dict[int, PartUpdate]]
 
 
 class Division:
@@ -67,6 +72,9 @@ class Division:
     def part(self, parts: int, place: int) -> list[tuple[int, Part]]:
         """Return for one part the index and the elements of every group of which the part has elements."""
         if (parts, place) not in self._parts:
+            # Of a few numbers of owners at most: these come and go, and messages may name any number.
+            if len(self._parts) >= 4 * parts:
+                self._parts.clear()
             partitions = self.partitions(parts) if place < parts else []
             pairs = [(group, partition[place]) for group, partition in enumerate(partitions)]
             self._parts[parts, place] = [(group, part) for group, part in pairs if part.numel]
@@ -236,6 +244,7 @@ class Sharding:
         every: steps between exchanges.
         put_back: adds a part, times a factor, to this node's residual.
         accepted: where that is not obvious, see `Accepted`.
+        arrived: parts for this owner that have come already.
 
     Attributes:
         senders: the nodes that take part in the next step, sorted.
@@ -254,6 +263,7 @@ class Sharding:
         every: int,
         put_back: Callable[[PartUpdate, float], None],
         accepted: Accepted,
+        arrived: Arrived,
     ) -> None:
         self.senders: tuple[NodeRun, ...] = ()
         self.owners: tuple[NodeRun, ...] = ()
@@ -268,7 +278,7 @@ class Sharding:
         self._put_back = put_back
         self._owner: Owner | None = None
         self._ledger: dict[NodeRun, dict[int, PendingPart]] = {}  # by owner and step
-        self._arrived: dict[NodeRun, dict[int, PartUpdate]] = {}  # parts for this owner
+        self._arrived = arrived
         self._left: set[NodeRun] = set()  # have published their last result
         # Senders of the last step's results; the others have come since then, or have come back.
         self._last_contributors: set[NodeRun] = set()
@@ -378,10 +388,7 @@ class Sharding:
         Raises:
             MessageError: too many parts of the node wait.
         """
-        by_step = self._arrived.setdefault(part.sender, {})
-        if len(by_step) >= _PARTS_MAX:
-            raise MessageError(f"{len(by_step)} parts wait for results of later steps")
-        by_step[part.step] = part
+        keep_part(self._arrived, part)
 
     def missing_parts(
         self, sharded: ShardedUpdate, lost: Collection[NodeRun]
@@ -558,9 +565,11 @@ class Sharding:
             for owner, parts in self._ledger.items()
         }
         self._ledger = {owner: parts for owner, parts in ledger.items() if parts}
-        for parts in self._arrived.values():
-            parts.pop(step, None)
-        self._arrived = {sender: parts for sender, parts in self._arrived.items() if parts}
+        later = {
+            sender: {number: part for number, part in parts.items() if number > step}
+            for sender, parts in self._arrived.items()
+        }
+        self._arrived = {sender: parts for sender, parts in later.items() if parts}
 
     # ---- absence and checkpoints -------------------------------------------------------------------------------------
 
@@ -667,6 +676,14 @@ class Sharding:
                 encoder.load_state_dict(saved)
             return
         self._put_back(part_of_state(state, self._run), self._count(self.senders))
+
+
+def keep_part(arrived: Arrived, part: PartUpdate) -> None:
+    """Keep a part by its sender and step; raise `MessageError` if too many of the sender wait."""
+    by_step = arrived.setdefault(part.sender, {})
+    if len(by_step) >= _PARTS_MAX:
+        raise MessageError(f"{len(by_step)} parts wait for results of later steps")
+    by_step[part.step] = part
 
 
 def can_be_of_same_owners(results: Sequence[list[Message]]) -> bool:

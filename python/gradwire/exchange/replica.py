@@ -23,7 +23,7 @@ from ..message import Message, apply, parse_many
 from ..transport import Peer, Ticket
 from .groups import Codec, Groups
 from .options import Options
-from .owner import Accepted, Division, ShardedUpdate, Sharding, part_of_state
+from .owner import Accepted, Arrived, Division, ShardedUpdate, Sharding, keep_part, part_of_state
 from .parameters import (
     MomentumSum,
     Payloads,
@@ -140,7 +140,7 @@ class Replica(SharedCopy):
         self._late: list[tuple[PartUpdate, float]] = []
         # Until the training begins: a checkpoint's state of an owner, and parts of members that have begun already.
         self._owner_state: Mapping[str, Any] | None = None
-        self._early_parts: list[PartUpdate] | None = []
+        self._early_parts: Arrived | None = {}
 
     @property
     def oldest_sent(self) -> StepUpdate | None:
@@ -178,10 +178,9 @@ class Replica(SharedCopy):
                 self._options.every,
                 self._put_part_back,
                 accepted or {},
+                self._early_parts or {},
             )
             self.sharding.load_owner(self._owner_state)
-            for part in self._early_parts or ():
-                self.sharding.add_part(part)
         self._owner_state = None
         self._early_parts = None
 
@@ -322,7 +321,7 @@ class Replica(SharedCopy):
         if self.sharding is not None:
             self.sharding.add_part(part)
         elif self._early_parts is not None:
-            self._early_parts.append(part)
+            keep_part(self._early_parts, part)
 
     def parse(self, sender: NodeRun, step: int, payload: memoryview) -> list[Message]:
         """Return the messages of a node's update; raise `MessageError` if they do not fit these groups."""
