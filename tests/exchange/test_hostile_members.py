@@ -32,7 +32,7 @@ from gradwire.exchange.snapshot import Recipient, Request, Snapshot
 from gradwire.transport.addressing import parse_numeric
 
 from ..seeds import seeds
-from .cluster import Cluster, FakeNode, cluster
+from .cluster import Cluster, FakeNode, cluster, run_cluster
 from .test_membership import NUMEL, THRESHOLD, Trainer, assert_identical, update
 
 HERE = ("10.0.0.1", 40_123)
@@ -563,3 +563,20 @@ def test_parts_of_any_number_of_owners_take_no_more_memory_than_those_of_a_few()
         for place in range(parts + 1):
             assert division.part(parts, place) == division.part(parts, place)
     assert len(division._parts) <= 4 * 100
+
+
+def test_initial_parameters_that_are_not_finite_are_refused_at_once() -> None:
+    """Nobody else has other ones, so they would travel again and again."""
+
+    def join(node: FakeNode, rank: int) -> None:
+        params = np.zeros(NUMEL, np.float32)
+        params[3] = np.nan if rank == 0 else 0.0
+        share = gw.Exchange(gw.Encoder(NUMEL, 1.0), node, min_peers=1, timeout_s=20.0)
+        expected = TimeoutError if rank == 0 else Mismatch
+        with pytest.raises(expected, match=r"127.0.0.1:1010" if rank else r".") as raised:
+            share.join(params, equalize=True)
+        if rank == 1:
+            assert "1 values that are not finite" in str(raised.value)
+            assert node.cluster.now_s < 2.0
+
+    run_cluster(join, count=2, seed=1)

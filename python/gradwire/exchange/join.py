@@ -216,7 +216,7 @@ class Join:
 
         Raises:
             TimeoutError: nothing was sent or arrived for ``timeout_s``.
-            Mismatch: the arrays do not fit.
+            Mismatch: the arrays do not fit, or cannot be used.
         """
         membership = self._membership
         wait = clock.Wait("the initial parameters travel", self._options.timeout_s)
@@ -237,6 +237,7 @@ class Join:
             if membership.run in able:
                 self._donor.serve(here, lambda: _snapshot_of(self, here, params, optimizer_state))
             elif not self._recipient.is_asked:
+                _check_initial(self, first if asked_digest else None)
                 if (donor := _donor_for(membership.run, sorted(digests), able)) is not None:
                     asked_digest = digests[first]
                     self._recipient.request([donor], {}, self._replica.state_layout(params))
@@ -247,10 +248,9 @@ class Join:
                 self._router.introduce()
                 continue
             # A large model on a slow link takes long: only silence is an error.
-            remaining_bytes = self._donor.remaining_bytes
-            text = f"{remaining_bytes / 1e6:.1f} MB to send" if remaining_bytes else ""
-            received_bytes = self._router.node.stats().payload_bytes_received
-            wait.note((remaining_bytes, received_bytes), text or self._recipient.progress)
+            left_bytes = self._donor.remaining_bytes
+            text = f"{left_bytes / 1e6:.1f} MB to send" if left_bytes else self._recipient.progress
+            wait.note((left_bytes, self._router.node.stats().payload_bytes_received), text)
             # Those that only wait see by this that the others' parameters still travel.
             if self._recipient.progress and clock.now_s() >= told_s + self._options.timeout_s / 4:
                 told_s = clock.now_s()
@@ -626,6 +626,16 @@ def _describe_outside(join: Join, earlier: str) -> str:
     if DROPPED in gone:
         gone += ": if the others have ended, the training's parameters are theirs, not this node's"
     return recipient.progress or "; ".join(filter(None, [gone, kept_out]))
+
+
+def _check_initial(join: Join, first: NodeRun | None) -> None:
+    """Raise `Mismatch` if the initial parameters of a node, which were asked for, cannot be used."""
+    # All nodes that have them have the same, so another try would not help.
+    if first is not None and join._recipient.refusal:
+        name = join._introductions.name_of(first)
+        raise Mismatch(
+            f"the initial parameters of {name} cannot be used: {join._recipient.refusal}"
+        )
 
 
 def _donor_for(run: NodeRun, runs: list[NodeRun], able: Collection[NodeRun]) -> NodeRun | None:

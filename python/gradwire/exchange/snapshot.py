@@ -653,7 +653,7 @@ class Recipient:
         requests: number of requests so far.
         received_bytes: size of all parts that have arrived so far, of all requests.
         is_asked: whether a snapshot is under way, or has arrived and was not taken.
-        refusal: why the last donor that answered gave nothing that could be read; empty: it did.
+        refusal: why the last donor that answered gave nothing that could be used; empty: it did.
     """
 
     def __init__(
@@ -905,10 +905,12 @@ class Recipient:
             return None
         self.is_asked = False
         self._fastest = None
-        self._asks_one = nonfinite(snapshot.arrays) > 0
-        if not self._asks_one:
+        count = nonfinite(snapshot.arrays)
+        self._asks_one = count > 0
+        if not count:
             return snapshot
-        _LOG.warning("a snapshot with values that are not finite; this node asks another member")
+        self.refusal = f"a snapshot has {count} values that are not finite"
+        _LOG.warning("%s; this node asks another member", self.refusal)
         self.forget()
         return None
 
