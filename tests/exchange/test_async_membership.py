@@ -361,3 +361,32 @@ def test_a_node_may_be_as_many_steps_ahead_as_the_option_says() -> None:
     for stats in run_cluster(work, count=2, seed=1):
         assert (stats.lost, stats.joined) == (0, 0)
         assert stats.members == 1
+
+
+def test_a_node_that_has_to_join_again_at_the_end_of_its_step_does_so() -> None:
+    """A departed member that has come in with another part of a split network may be the reason."""
+
+    def work(node: FakeNode, rank: int) -> Any:
+        encoder = gw.Encoder(NUMEL, gw.FixedThreshold(2.0**-6))
+        share = gw.Exchange(encoder, node, mode="async", min_peers=1, limit_outliers=True)
+        params = START.copy()
+        share.join(params)
+        departure = share._departure
+        remove = departure.remove_departed
+
+        def remove_and_rejoin() -> None:
+            remove()
+            if rank == 1 and share.next_step == 4:
+                departure.remove_departed = remove  # type: ignore[method-assign]
+                departure.rejoin("it has split off")
+
+        departure.remove_departed = remove_and_rejoin  # type: ignore[method-assign]
+        for count in range(10):
+            node.cluster.compute(node, 0.1)
+            share.step(update(rank, count), params)
+        for _ in range(20):
+            share.catch_up(params, timeout_s=0.1)
+        return params
+
+    first, second = run_cluster(work, count=2, seed=1)
+    np.testing.assert_allclose(first, second, atol=1e-5)

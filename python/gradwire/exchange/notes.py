@@ -107,7 +107,8 @@ class Notes:
                 {step for step, note in by_step.items() if note.tells_of_update}
                 for by_step in notes.values()
             ]
-            step = max(set.intersection(*told), default=-1)
+            # A node that has to join again at the end of its step has no members any more.
+            step = max(set.intersection(*told), default=-1) if told else -1
             if step <= self._measured:
                 return
             self._measured = step
