@@ -580,3 +580,28 @@ def test_initial_parameters_that_are_not_finite_are_refused_at_once() -> None:
             assert node.cluster.now_s < 2.0
 
     run_cluster(join, count=2, seed=1)
+
+
+def test_a_newcomer_does_not_ask_for_ever_for_parameters_that_are_not_finite() -> None:
+    def exchange(node: FakeNode) -> gw.Exchange:
+        return gw.Exchange(gw.Encoder(NUMEL, 1.0), node, min_peers=0, timeout_s=20.0)
+
+    def train(node: FakeNode) -> None:
+        params = np.full(NUMEL, -np.inf, np.float32)
+        share = exchange(node)
+        while True:
+            share.step(np.zeros(NUMEL, np.float32), params)
+            node.cluster.compute(node, 0.1)
+
+    def join(node: FakeNode) -> None:
+        with pytest.raises(Mismatch, match="3 snapshots in a row had values that are not finite"):
+            exchange(node).join(np.zeros(NUMEL, np.float32))
+
+    with cluster(1) as world:
+        member = world.node(1)
+        world.start(member, lambda: train(member))
+        world.run(until=lambda: world.now_s > 1.0)
+        newcomer = world.node(2)
+        worker = world.start(newcomer, lambda: join(newcomer))
+        world.run(until=lambda: worker.is_done)
+        assert world.now_s < 5.0

@@ -78,6 +78,9 @@ _REFUSAL_MAX = 300
 # A header comes from another machine: it must not be able to claim any amount of memory.
 _ARRAYS_MAX = 1 << 20
 _RANGES_MAX = 1 << 14
+# Snapshots in a row with values that are not finite, after which a newcomer gives up: synchronous members all have the
+# same values.
+_NOT_FINITE_MAX = 3
 # Bounds of the optimiser's state in it: twice the parameters are usual.
 _STATE_FACTOR = 16
 _STATE_BYTES = 256 << 20
@@ -672,6 +675,7 @@ class Recipient:
         self._fastest: NodeRun | None = None  # of those that have sent all that was asked of them
         self._rate = 0.0  # of the fastest, in bytes per second
         self._begun_s = 0.0  # when the first answer came
+        self._not_finite = 0  # snapshots in a row with such values
         self._send = send
         self._address_of = address_of
         self._me = me
@@ -898,7 +902,11 @@ class Recipient:
         return 0 if self.incoming is None else self.incoming.nbytes
 
     def take(self) -> Snapshot | None:
-        """Return the snapshot once all of it has arrived, and end the request; None before."""
+        """Return the snapshot once all of it has arrived, and end the request; None before.
+
+        Raises:
+            Mismatch: several in a row had values that are not finite, so all members' seem to have.
+        """
         self._drop_slow()
         snapshot = self.incoming
         if not self.is_asked or snapshot is None or self._deliveries or self.earlier is not None:
@@ -908,7 +916,15 @@ class Recipient:
         count = nonfinite(snapshot.arrays)
         self._asks_one = count > 0
         if not count:
+            self._not_finite = 0
             return snapshot
+        self._not_finite += 1
+        if self._not_finite >= _NOT_FINITE_MAX:
+            raise Mismatch(
+                f"{self._not_finite} snapshots in a row had values that are not finite, the last one {count}: the "
+                "members' parameters are of no use, start all nodes from a checkpoint; leave masks of infinities out "
+                "of the parameters"
+            )
         self.refusal = f"a snapshot has {count} values that are not finite"
         _LOG.warning("%s; this node asks another member", self.refusal)
         self.forget()
