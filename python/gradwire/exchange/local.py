@@ -322,20 +322,18 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
             TimeoutError: a worker has not come at all.
             PeerLost: rank 0 is gone.
         """
-        rows = self._rows
-        words = self._words
-        rank = self.rank
+        rows, words, rank = self._rows, self._words, self.rank
         if update is not None:
             _put_update(self._slots[rank], update, before)
-        # The order of stores is the protocol: first the update, then the words that describe it, then the word that
-        # others wait for. The fences keep compiler and processor from changing that order.
+        # The order of stores is the protocol: first the update and what describes it, then the word that others wait
+        # for. The fences keep compiler and processor from changing that order.
         while True:
-            fence()
             rows[_WEIGHT, rank] = update is not None
             rows[_IS_NEW, rank] = is_new
             rows[_BEGINS_AT, rank] = begins_at
             rows[_HAS_LEFT, rank] = 0
             rows[_WRITTEN, rank] = written
+            fence()
             rows[_ARRIVED, rank] = call
             if self.rank == 0:
                 self._gather(call)
