@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import multiprocessing
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -275,7 +277,8 @@ def test_who_cannot_be_looked_at_is_not_taken_for_dead(
     assert kept == [0]
 
 
-def test_producers_end_when_the_process_that_made_the_feed_is_killed() -> None:
+def start_maker() -> tuple[Any, Feed]:
+    """Return a process that has made a feed, and the feed."""
     reader, writer = multiprocessing.get_context("fork").Pipe(duplex=False)
 
     def make() -> None:
@@ -284,7 +287,39 @@ def test_producers_end_when_the_process_that_made_the_feed_is_killed() -> None:
         signal.pause()
 
     maker = start(make)
-    feed = Feed.attach(reader.recv())
+    return maker, Feed.attach(reader.recv())
+
+
+def test_who_asks_often_for_a_moment_learns_that_the_maker_was_killed() -> None:
+    maker, feed = start_maker()
+    maker.kill()
+    maker.join(WAIT_S)
+    deadline_s = time.monotonic() + WAIT_S
+    while not feed.is_closed and time.monotonic() < deadline_s:
+        with contextlib.suppress(TimeoutError, Closed):
+            feed.get(timeout_s=0.001)
+    assert feed.is_closed
+    (SHARED / feed.name).unlink(missing_ok=True)  # the tracker of this process would, at its end
+
+
+def test_a_forked_process_finds_a_closed_feed_closed_every_time() -> None:
+    with Feed(batches=2, batch_bytes=64) as feed:
+        reader, writer = multiprocessing.get_context("fork").Pipe(duplex=False)
+
+        def ask(feed: Feed) -> None:
+            reader.recv()
+            for _ in range(2):
+                with contextlib.suppress(Closed):
+                    feed.put(np.zeros(1), WAIT_S)
+
+        child = start(ask, feed)
+    writer.send(None)
+    child.join(WAIT_S)
+    assert child.exitcode == 0
+
+
+def test_producers_end_when_the_process_that_made_the_feed_is_killed() -> None:
+    maker, feed = start_maker()
     producer = start(put_until_closed, feed)
     maker.kill()
     maker.join(WAIT_S)

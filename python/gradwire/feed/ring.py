@@ -159,9 +159,8 @@ class Ring:
 
     def _open(self) -> None:
         """Map the memory; again in a forked process, which must not share its parent's lock."""
-        self._process = os.getpid()
-        self._process_started = _started(self._process)
         self._lock = threading.Lock()
+        self._looked_s = time.monotonic()  # when this process last looked for dead ones
         path = FOLDER / self.name
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -186,6 +185,9 @@ class Ring:
         self.slot_bytes = int(self._head[_SLOT_BYTES])
         shape = (self.slots, _COLUMNS)
         self._table: NDArray[np.int64] = np.ndarray(shape, np.int64, self._map, _TABLE_AT)
+        # Last: where this fails, as for a feed that was closed meanwhile, the next call has to fail in the same way.
+        self._process_started = _started(os.getpid())
+        self._process = os.getpid()
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
@@ -333,7 +335,7 @@ class Ring:
     def _acquire(self, state: int, timeout_s: float | None) -> int:
         """Wait for a slot to write into or to read from, enter this process as its owner, and return the slot."""
         is_producer = state == _WRITING
-        began_s = looked_s = time.monotonic()
+        began_s = time.monotonic()
         wait_s = _POLL_S[0]
         while True:
             with self._locked():
@@ -348,12 +350,13 @@ class Ring:
                     self._head[_TAKEN] += not is_producer
                     return index
             now_s = time.monotonic()
+            # By the time since the last look, also in an earlier call: callers may ask often, and wait for a moment.
+            if now_s - self._looked_s > _CHECK_S:
+                self._looked_s = now_s
+                self._free_slots_of_the_dead()
             if timeout_s is not None and now_s - began_s >= timeout_s:
                 missing = "no space" if is_producer else "no batch"
                 raise TimeoutError(f"{missing} in the feed within {timeout_s:g} s")
-            if now_s - looked_s > _CHECK_S:
-                looked_s = now_s
-                self._free_slots_of_the_dead()
             time.sleep(wait_s)
             wait_s = min(2.0 * wait_s, _POLL_S[1])
 
