@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 import gradwire as gw
 from gradwire.errors import Closed
-from gradwire.feed import Feed, FeedFailed, link
+from gradwire.feed import Feed, FeedFailed, link, ring
 from gradwire.transport import Limits
 
 SECRET = bytes(range(32))
@@ -191,6 +192,19 @@ def test_a_producer_that_goes_after_its_first_message_does_not_end_the_service(
         link.Server(served._local(), here)._handle(peer, link._HELLO, b"")
 
 
+def test_a_feed_that_cannot_note_a_claim_fails_on_both_sides(
+    served: Feed, far: Feed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(ring.Ring, "_write_claim", fail)
+    with pytest.raises(FeedFailed, match="No space left"):
+        far._store.claim(link.Claim(7, 0, 0, 0))
+    with pytest.raises(FeedFailed, match="No space left"):
+        served.get(WAIT_S)
+
+
 def test_what_was_flushed_is_in_the_feed(served: Feed, far: Feed) -> None:
     for number in range(3):
         far.put(np.array([number]), WAIT_S)
@@ -224,6 +238,7 @@ def test_several_threads_put_batches_through_one_link(served: Feed, far: Feed) -
         (link._CLAIM, link._HEAD.pack(-7, 0, 0, 0, 0, 0)),
         (link._CLAIM, link._HEAD.pack(7, 0, -1, 0, 0, 0)),
         (link._BATCH, b""),
+        (link._END, b"paused:"),
         (link._BATCH, link._HEAD.pack(7, 1 << 60, 0, 0, 0, 0) + b"batch"),
         (99, b"of another version"),
     ],

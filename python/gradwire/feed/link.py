@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ..errors import Closed, NotConnected, TooLarge, WouldBlock
 from ..transport.driver import now_s
-from .ring import Claim, FeedFailed, Slot, Superseded
+from .ring import ENDINGS, Claim, FeedFailed, Slot, Superseded
 
 if TYPE_CHECKING:
     from ..transport import Node, Peer
@@ -215,6 +215,11 @@ class Server:
                 ending = f"failed:{error}"
             except Closed:
                 pass
+            except Exception as error:
+                # Such as a full shared memory: producers and consumers would wait for this thread in vain.
+                _LOG.exception("the feed cannot be served any more")
+                self._ring.end(how="failed", text=f"the feed cannot be served: {error!r}")
+                ending = f"failed:{error!r}"
             for peer in self._node.peers:
                 self._publish(peer, ending.encode(), _END)
             while True:  # a producer that comes later does not wait in vain
@@ -252,7 +257,8 @@ class Server:
                 self._publish(peer, _HEAD.pack(*claim), _CLAIM)
         elif tag == _END:
             how, text = _ending(payload)
-            self._ring.end(how=how, text=text)
+            if how in ENDINGS:
+                self._ring.end(how=how, text=text)
 
     def _grant(self) -> None:
         """Grant free slots in the order of the requests; raise if the feed has ended."""

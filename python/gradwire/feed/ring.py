@@ -45,7 +45,7 @@ from ..shared_memory import (
     shortage,
 )
 
-__all__ = ["Claim", "FeedFailed", "Ring", "Slot", "Superseded"]
+__all__ = ["ENDINGS", "Claim", "FeedFailed", "Ring", "Slot", "Superseded"]
 
 _RECORD_LOCK: Final = struct.Struct("hhqqi")  # the system's ``struct flock``
 
@@ -66,6 +66,7 @@ _COLUMNS: Final = 4
 _STATE, _ORDER, _OWNER, _OWNER_STARTED = range(_COLUMNS)
 _FREE, _WRITING, _FULL, _READING = range(4)
 _OPEN, _FINISHED, _CLOSED, _FAILED = range(4)
+ENDINGS: Final = {"finished": _FINISHED, "closed": _CLOSED, "failed": _FAILED}
 
 
 class FeedFailed(GradwireError):
@@ -197,11 +198,11 @@ class Ring:
         return int(self._head[_SEQUENCE]), int(self._head[_TAKEN])
 
     def end(self, *, how: str, text: str = "") -> None:
-        """End the feed: "finished", "closed" or "failed"; only the first close or failure counts.
+        """End the feed in one of the ``ENDINGS``; only the first close or failure counts.
 
         With a text a finished feed gives it as an error to consumers that have taken the last batch.
         """
-        state = {"finished": _FINISHED, "closed": _CLOSED, "failed": _FAILED}[how]
+        state = ENDINGS[how]
         with self._locked():
             if self._head[_ENDING] < min(state, _CLOSED):
                 if text:
