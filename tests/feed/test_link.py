@@ -205,6 +205,33 @@ def test_a_feed_that_cannot_note_a_claim_fails_on_both_sides(
         served.get(WAIT_S)
 
 
+@pytest.mark.parametrize("has_slot", [False, True])
+def test_a_producer_that_missed_a_lost_connection_does_not_go_on(
+    served: Feed, *, has_slot: bool
+) -> None:
+    """It was stopped, or busy, until the nodes had found each other again; its slot and its question are forgotten."""
+    limits = Limits(heartbeat_s=0.02, down_s=0.3, lag_s=0.01)
+    with (
+        gw.Node("127.0.0.1:0", secret=SECRET, limits=limits) as here,
+        gw.Node("127.0.0.1:0", [here.address], secret=SECRET, limits=limits) as there,
+    ):
+        served.serve(here)
+        far = Feed.connect(there, timeout_s=WAIT_S)
+        slot = far._store.reserve(200, WAIT_S)
+        with there._lock:  # nothing is acknowledged meanwhile
+            here.publish(b"late", 99, there.peer)
+            while here.peers:
+                here.drop_late([there.peer])
+                threading.Event().wait(0.01)
+        while not (here.peers and there.peers):
+            threading.Event().wait(0.01)
+        if has_slot:
+            far._store.commit(slot)
+        with pytest.raises(Closed, match="is gone"):
+            far._store.flush(WAIT_S)
+        served.close()
+
+
 def test_what_was_flushed_is_in_the_feed(served: Feed, far: Feed) -> None:
     for number in range(3):
         far.put(np.array([number]), WAIT_S)

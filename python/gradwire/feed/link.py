@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ..errors import Closed, NotConnected, TooLarge, WouldBlock
 from ..transport.driver import now_s
+from ..transport.types import PeerLost
 from .ring import ENDINGS, Claim, FeedFailed, Slot, Superseded
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class Link:
         self._answers = 0  # to these
         self.slot_bytes = 0
         self._peer = _server_of(node, timeout_s)
+        node.events()  # of connections before this one
         self.flush(timeout_s)
 
     def __str__(self) -> str:
@@ -128,10 +130,13 @@ class Link:
         return is_there()
 
     def _receive(self, timeout_s: float) -> None:
-        for peer, tag, payload in self._node.receive(timeout_s):
+        messages = self._node.receive(timeout_s)
+        lost = [event.peer for event in self._node.events() if isinstance(event, PeerLost)]
+        is_gone = self._peer in lost or self._peer not in self._node.peers
+        for peer, tag, payload in messages:
             if peer != self._peer:
                 continue  # another producer, whose messages are for the feed's machine
-            if tag == _HELLO:
+            if tag == _HELLO and not is_gone:
                 self.slot_bytes = int(bytes(payload))
                 self._answers += 1
             elif tag == _GRANT:
@@ -144,7 +149,8 @@ class Link:
             elif tag == _END and self._ended is None:
                 how, text = _ending(payload)
                 self._ended = FeedFailed(text) if how == "failed" else Closed("the feed has ended")
-        if self._ended is None and self._peer not in self._node.peers:
+        # Also if it is back: what was on its way is lost, and it has forgotten the slots that it granted.
+        if self._ended is None and is_gone:
             self._ended = Closed(f"{self._peer.address}, which has the feed, is gone")
 
     def _publish(self, data: Any, tag: int) -> None:
