@@ -798,11 +798,25 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
             )
             interrupt = self.exchange and self._act(self.exchange, action, state)
             team.end_call(call)
+            outcome = self._take_outcome(call, params, state)
         except BaseException as error:
-            # The others go on with the update of a worker that is interrupted, and it would be a call behind.
-            if self.exchange is None and not isinstance(error, (TimeoutError, PeerLost)):
+            # The others go on with the update of a worker that is interrupted, and it would be a call behind. Nor can
+            # the leader make a call again that it has started.
+            is_started = self.exchange is None or team.started_call > last_call
+            if is_started and not isinstance(error, (TimeoutError, PeerLost)):
                 team.close(has_failed=True)
             raise
+        if interrupt:
+            raise interrupt
+        # Raised in every worker, so that all of them handle it alike and make the same next call.
+        if outcome.error is not None:
+            raise outcome.error
+        result: _Result = outcome.result
+        return result
+
+    def _take_outcome(self, call: int, params: Any, state: OptimizerState) -> _Outcome:
+        """Take over the result of a call: the parameters, and the leader's optimiser state where it is needed."""
+        team = self.team
         self._written = []
         self._outcome = outcome = team.read_outcome()
         self.members = outcome.members
@@ -826,13 +840,7 @@ class LocalExchange(NotCopied, instead="save and load the leader's state_dict()"
         # A caller may train on the team's memory itself, which needs no copy.
         if not all(np.shares_memory(*pair) for pair in zip(targets, team.params, strict=True)):
             put(targets, team.params)
-        if interrupt:
-            raise interrupt
-        # Raised in every worker, so that all of them handle it alike and make the same next call.
-        if outcome.error is not None:
-            raise outcome.error
-        result: _Result = outcome.result
-        return result
+        return outcome
 
     def _act(
         self, exchange: Exchange, action: Callable[[Exchange], Any], state: OptimizerState
