@@ -13,7 +13,6 @@ import pickle
 import secrets
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -174,9 +173,7 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
         path = self._path_of(rank)
         self._lock = create_locked(path, f"is rank {rank} of team {name!r}")
         # Released however the process ends, and only by the process that took it: a forked child runs finalizers, too.
-        self._finalizers: list[Any] = [
-            weakref.finalize(self, release, self._lock, path, os.getpid())
-        ]
+        self._finalizer: Any = weakref.finalize(self, release, self._lock, path, os.getpid())
         if params is not None:
             self.attach(params)
 
@@ -210,7 +207,6 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
             # The others map the memory as soon as it is published, so the parameters have to be in it.
             put(self.params, arrays)
             file.publish()
-            self._finalizers.append(weakref.finalize(self, _clean, self._path, os.getpid()))
             return
         deadline_s = clock.now_s() + self.timeout_s
         warn_s = clock.now_s() + _WARN_S
@@ -279,8 +275,7 @@ class LocalTeam(NotCopied, instead="make one in every process, with the same nam
         if self._file is not None and not self.is_closed and not has_failed:
             self._rows[_HAS_LEFT, self.rank] = 1
             fence()
-        for finalizer in reversed(self._finalizers):
-            finalizer()
+        self._finalizer()
         self.params, self.total, self.shared, self._slots = [], [], [], []
 
     @property
@@ -993,13 +988,3 @@ def _check_workers(team: LocalTeam) -> None:
             f"{text}: all ranks of a machine make the same calls in the same order, catch_up before an evaluation as "
             "well; nothing was exchanged, and the updates of these calls are lost"
         )
-
-
-def _clean(path: Path, process: int) -> None:
-    """Remove the optimiser's state that rank 0 has left, and locks that nobody holds."""
-    if os.getpid() == process:
-        states = path.parent.glob(f"{path.name}.{'[0-9a-f]' * 32}{STATE_SUFFIX}")
-        locks = path.parent.glob(f"{path.name}.rank*")
-        for leftover in [*states, *(lock for lock in locks if not is_held(lock))]:
-            with suppress(OSError):  # of another user
-                leftover.unlink(missing_ok=True)
