@@ -55,8 +55,8 @@ _ALIGNMENT: Final = 64
 _MAGIC: Final = b"gwshare1"
 # Magic, bytes of the document, six numbers of the caller's. The document follows, then the data.
 _HEADER: Final = struct.Struct("<8s7Q")
-# Errors of opening what another user has made, a link, a folder, or a pipe.
-_TAKEN: Final = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR, errno.ENXIO)
+# Errors of opening what another user has made, a link, a folder, a socket, or a pipe, which is Python's own error.
+_TAKEN: Final = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR, errno.ENXIO, None)
 _TRIES = 20
 _RETRY_S = 0.001
 

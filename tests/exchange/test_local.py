@@ -702,7 +702,7 @@ def test_a_child_that_outlives_a_worker_does_not_keep_its_rank(name: str) -> Non
 # ---- files of others ---------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["folder", "link", "of another user"])
+@pytest.fixture(params=["folder", "link", "pipe", "of another user"])
 def taken(request: pytest.FixtureRequest) -> Iterator[Callable[[Path], None]]:
     """Return a function that makes what this user cannot use as a file: others may do the same in /dev/shm."""
     made: list[Path] = []
@@ -713,6 +713,8 @@ def taken(request: pytest.FixtureRequest) -> Iterator[Callable[[Path], None]]:
             path.mkdir()
         elif request.param == "link":
             path.symlink_to("/nowhere")
+        elif request.param == "pipe":
+            os.mkfifo(path)
         else:
             path.touch()
             os.chown(path, 12_345, 12_345)
