@@ -906,6 +906,9 @@ def test_other_arrays_than_the_host_s_are_refused(cluster: Cluster) -> None:
         cluster.worker(host, other[:1])
     with pytest.raises(gw.Mismatch, match="has the model 'model', this worker 'other'"):
         cluster.worker(host, name="other")
+    host.close()  # as on another machine, while this one has another training
+    with gw.HostedModel("model", other), pytest.raises(gw.Mismatch, match="the model 'model' has"):
+        cluster.worker(host, name="model")
 
 
 def test_a_gradient_of_arrays_in_another_order_is_refused(cluster: Cluster) -> None:

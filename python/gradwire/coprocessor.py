@@ -672,7 +672,7 @@ class Worker(AbstractContextManager["Worker"]):
 
     Raises:
         TypeError, ValueError: an unsuitable argument.
-        Mismatch: the host has other parameters, or another name.
+        Mismatch: the host has another name, or it or this machine's model of this name has other parameters.
         FileNotFoundError: the host is on another machine, where ``name`` must be None.
         TimeoutError: no host answers.
         GradwireError: the training has ended.
@@ -846,7 +846,7 @@ class Worker(AbstractContextManager["Worker"]):
             self._flat, self.params = _flat_and_views(document["layout"])
         elif self.name is not None and (self._model is None or not self._model.is_live):
             try:
-                self._model = HostedModel.attach(self.name)
+                self._model = HostedModel.attach(self.name, _flat_and_views(document["layout"])[1])
             except FileNotFoundError:
                 if self._model is None:
                     raise
