@@ -143,6 +143,22 @@ def test_what_an_interrupted_write_leaves_is_no_version() -> None:
         assert all((array == 3.0).all() for array in snapshot.params)
 
 
+def test_a_write_that_is_interrupted_before_it_begins_is_made_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    interrupts = [KeyboardInterrupt()]
+
+    def interrupted() -> None:
+        if interrupts:
+            raise interrupts.pop()
+
+    with HostedModel("model", arrays(1.0)) as host:
+        monkeypatch.setattr(hosted, "fence", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            host.update(arrays(2.0))
+        assert host.update(arrays(3.0)) == 1
+
+
 def test_a_write_within_a_write_is_refused() -> None:
     with HostedModel("model", arrays(1.0)) as host:
         with host.writing(), pytest.raises(gw.GradwireError, match="inside writing"):

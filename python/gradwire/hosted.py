@@ -165,9 +165,9 @@ class HostedModel:
         while (has_waiting := self._file.has_waiting) and time.monotonic() < end_s:
             time.sleep(_RETRY_S)
         self._ignores_readers = has_waiting
-        self._is_writing = True
         self._sequence |= 1
         fence()
+        self._is_writing = True  # last, so that an interrupt before leaves nothing behind
         try:
             yield self.params
         finally:
