@@ -467,6 +467,25 @@ def test_a_step_that_timed_out_is_finished_by_the_next(nodes: list[gw.Node], dty
     assert not same_bits(flat(nets[0]), flat(model(dtype)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_second_join_changes_no_bit(nodes: list[gw.Node], dtype: Any) -> None:
+    nets = [model(dtype) for _ in nodes]
+
+    def work(rank: int) -> Any:
+        optimizer = shared(nets[rank], nodes[rank], OPTIMIZERS["SGD"], apply_residual=True)
+        train(nets[rank], optimizer, rank, dtype=dtype)
+        before = [*optimizer.shared_tensors(), flat(nets[rank])]
+        assert optimizer.join().step == STEPS
+        after = [*optimizer.shared_tensors(), flat(nets[rank])]
+        assert all(map(same_bits, before, after))
+        train(nets[rank], optimizer, rank, range(STEPS, STEPS + 2), dtype)
+        with optimizer.shared_parameters():
+            return flat(nets[rank])
+
+    shares = run_together(work)
+    assert all(same_bits(shares[0], other) for other in shares)
+
+
 # ---- joining ---------------------------------------------------------------------------------------------------------
 
 

@@ -256,9 +256,14 @@ class SharedOptimizer(
             TimeoutError, Mismatch: as ``Exchange.join``.
             ValueError: a checkpoint was loaded, and the model has not the parameters that belong to it.
             RuntimeError: inside ``shared_parameters``.
+            Closed: the optimiser was closed.
         """
+        self._check_open()
         self._check_outside("join")
         self._check_parameters()
+        if self._has_joined:  # the codec's memory has bits that half precision lacks
+            with self._staged() as memory:
+                return self.exchange.join(*memory, equalize=self._equalizes)
         if self._loaded is not None and not self._loaded.is_restored:
             self._restore(self._loaded)  # the model may have been loaded in parts
         if self._loaded is not None and not self._loaded.is_restored:
