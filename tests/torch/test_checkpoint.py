@@ -587,3 +587,13 @@ def test_a_state_that_was_loaded_into_its_own_optimiser_can_be_saved(
         train(net, optimizer, rank, range(3))
 
     everywhere(place, work)
+
+
+def test_what_was_written_into_a_returned_state_is_older_than_what_is_loaded() -> None:
+    net, optimizer = trained("SGD")
+    before = copy.deepcopy(net.state_dict())
+    for tensor in net.state_dict().values():
+        tensor.fill_(5.0)
+    net.load_state_dict(before)
+    train(net, optimizer, 0, range(6, 7))
+    assert flat(net).abs().max() < 2.0

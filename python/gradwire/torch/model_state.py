@@ -144,6 +144,8 @@ class ModelState:
         optimizer = self.optimizer
         if not prefix:
             self._loading = weakref.ref(module)
+            if optimizer is not None:
+                optimizer.take_returned()  # or the next step would write it over what is loaded now
         if optimizer is None or not metadata.get("assign_to_params_buffers"):
             return
         if torch.__future__.get_swap_module_params_on_conversion():
