@@ -295,6 +295,19 @@ def test_other_weights_between_load_and_step_are_not_undone() -> None:
         again.step()
 
 
+def test_weights_written_between_load_and_step_are_not_undone() -> None:
+    net, optimizer = trained()
+    again = share(net_again := model())
+    net_again.load_state_dict(net.state_dict())
+    again.load_state_dict(optimizer.state_dict())
+    with torch.no_grad():
+        net_again[0].bias.fill_(7.0)
+    with pytest.raises(ValueError, match=r"write other weights after optimizer\.join"):
+        again.join()
+    net_again.load_state_dict(net.state_dict())
+    assert same_bits(go_on(net_again, again), uninterrupted())
+
+
 def test_a_state_that_was_loaded_is_saved_before_the_first_step() -> None:
     net, optimizer = trained()
     weights, state = net.state_dict(), optimizer.state_dict()
@@ -587,6 +600,16 @@ def test_a_state_that_was_loaded_into_its_own_optimiser_can_be_saved(
         train(net, optimizer, rank, range(3))
 
     everywhere(place, work)
+
+
+def test_a_state_can_be_loaded_twice() -> None:
+    net, optimizer = trained()
+    weights, state = net.state_dict(), optimizer.state_dict()
+    again = share(net_again := model())
+    net_again.load_state_dict(weights)
+    for _ in range(2):
+        again.load_state_dict(state)
+    assert same_bits(go_on(net_again, again), uninterrupted())
 
 
 def test_what_was_written_into_a_returned_state_is_older_than_what_is_loaded() -> None:

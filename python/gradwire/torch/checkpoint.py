@@ -34,7 +34,6 @@ __all__ = [
     "are_same",
     "check_kinds",
     "dcp_caller",
-    "is_held",
     "overwritten",
     "put_into",
     "seen",
@@ -144,19 +143,6 @@ def overwritten(
     return memory, halves
 
 
-def is_held(own: Values, params: Sequence[Staging]) -> bool:
-    """Return whether a model has a node's own parameters."""
-    memory, rounded = own
-    halves = iter(rounded)
-    return all(
-        torch.equal(
-            staging.tensor.cpu(),
-            next(halves) if staging.is_rounded else torch.from_numpy(array),
-        )
-        for staging, array in zip(params, memory, strict=False)
-    )
-
-
 class LoadedState:
     """The state of a checkpoint, from its load to the first step.
 
@@ -259,6 +245,18 @@ class LoadedState:
         exchange.load_state_dict(state)
         self.is_restored = values is not None
         return values
+
+    def is_held(self, own: Values, params: Sequence[Staging]) -> bool:
+        """Return whether the model has this node's own parameters, which ``restore`` has returned."""
+        memory, rounded = own
+        halves = iter(rounded)
+        return self.is_restored and all(
+            torch.equal(
+                staging.tensor.cpu(),
+                next(halves) if staging.is_rounded else torch.from_numpy(array),
+            )
+            for staging, array in zip(params, memory, strict=False)
+        )
 
     def _without_written(
         self, state: dict[str, Any], shared: list[NDArray[Any]]

@@ -264,12 +264,12 @@ class SharedOptimizer(
         if self._has_joined:  # the codec's memory has bits that half precision lacks
             with self._staged() as memory:
                 return self.exchange.join(*memory, equalize=self._equalizes)
-        if self._loaded is not None and not self._loaded.is_restored:
+        if self._loaded is not None and not self._loaded.is_held(self._local, self._params):
             self._restore(self._loaded)  # the model may have been loaded in parts
         if self._loaded is not None and not self._loaded.is_restored:
             raise ValueError(
                 "the optimiser's checkpoint is of other parameters than the model has: load the model's state_dict() "
-                "that was saved with it, too, before the first step"
+                "that was saved with it, too, before the first step; write other weights after optimizer.join()"
             )
         for staging in self._params:
             staging.mark_constants()
@@ -797,7 +797,7 @@ class SharedOptimizer(
         loaded = self._loaded
         # Before the first step the model's state is the parameters themselves, and loading it changes nothing.
         if loaded is not None and not (
-            loaded.is_restored and (is_part or checkpoint.is_held(self._local, self._params))
+            (is_part and loaded.is_restored) or loaded.is_held(self._local, self._params)
         ):
             self._restore(loaded)
 
@@ -812,7 +812,9 @@ class SharedOptimizer(
         """Give the model this node's parameters of a loaded state, unless it lacks the shared ones."""
         for staging in self._params:
             staging.mark_constants()
-        params = self._complete(copies(self._arrays()))
+        # A state may be loaded twice, or another one after it, where the model has the first one's already.
+        is_again = self._loaded is not None and self._loaded.is_held(self._local, self._params)
+        params = self._shared_arrays(None if is_again else copies(self._arrays()))
         half_dtypes = [
             staging.tensor.dtype if staging.is_rounded else None for staging in self._params
         ]
