@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import threading
 import time
@@ -743,6 +744,9 @@ def shared_late(
                 if joins:
                     params = optimizer.join()
                     time.sleep(0.1)  # the other one goes on
+                    broken = jax.tree.map(lambda leaf: math.nan * leaf, gradients)
+                    with pytest.raises(gw.NonFiniteUpdate):  # which changes nothing
+                        optimizer.update(broken, state, params)
                 updates, state = optimizer.update(steep, state, params)
                 params = optax.apply_updates(params, updates)
                 assert (params["weights"] < 0.0).all()  # the others', however far they are, not 7.0
@@ -916,10 +920,15 @@ def test_a_state_that_was_taken_is_what_a_node_gives_before_its_next_update() ->
     states[0].set(optimizer.update(jax.numpy.ones(4), states[0].values)[1], 7)
     states[1].load(states[0].export())
     states[2].load(states[1].export())
-    (trace, schedule), lost = states[2].take(9)
+    following = states[2].values
+    with pytest.raises(TimeoutError), states[2].followed_by(following, 10):
+        raise TimeoutError
+    (trace, schedule), lost = states[2].taken(9)
     np.testing.assert_array_equal(trace.trace, np.ones(4))
     assert (int(schedule.count), lost) == (1, 2)
-    assert states[2].take(9) == (None, 0)
+    with states[2].followed_by(following, 10):
+        pass
+    assert states[2].taken(9) == (None, 0)
 
 
 def test_nodes_that_begin_together_keep_the_states_that_their_callers_have_restored() -> None:

@@ -6,6 +6,7 @@ import json
 import logging
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -341,7 +342,7 @@ class _SharedUpdates:
                     count,
                 )
             put(self._leaves, before)
-        taken, lost = self._state.take(exchange.step_number)
+        taken, lost = self._state.taken(exchange.step_number)
         if taken is not None:
             state = self._counted_up(taken, lost, updates, params, further)
         if any(matches) and not any(matches[: len(matches) - self._outdated]):
@@ -358,8 +359,8 @@ class _SharedUpdates:
                     "the step out, or wrap the optimiser in optax.apply_if_finite",
                     count,
                 )
-        self._state.set(following, exchange.step_number + 1)
-        self.result = exchange.step(leaves, self._leaves, self._state)
+        with self._state.followed_by(following, exchange.step_number + 1):
+            self.result = exchange.step(leaves, self._leaves, self._state)
         del leaves  # as large as the parameters, as what is returned
         # The caller adds the result to its parameters, which thereby become this node's.
         parts = zip(self._leaves, before, self._expected[0], strict=True)
@@ -537,12 +538,24 @@ class _SharedState:
         """Forget another node's state."""
         self._taken = None
 
-    def take(self, step: int) -> tuple[Any, int]:
-        """Return another node's state, once, and how many updates it lacks before that of this number; or None."""
-        if self._taken is None:
-            return None, 0
-        (values, taken_at), self._taken = self._taken, None
+    def taken(self, step: int) -> tuple[Any, int]:
+        """Return another node's state, and how many updates it lacks before that of this number; or None."""
+        values, taken_at = self._taken or (None, step)
         return values, step - taken_at
+
+    @contextmanager
+    def followed_by(self, values: Any, step: int) -> Iterator[None]:
+        """Do as ``set`` and ``drop`` meanwhile; after an error the caller begins this update again."""
+        before = self.values, self._step
+        taken = self._taken
+        self.set(values, step)
+        self.drop()
+        try:
+            yield
+        except BaseException:
+            self.set(*before)
+            self._taken = self._taken or taken
+            raise
 
     def export(self) -> list[Any]:
         """Return the state; nothing, with a warning, where the caller has donated its arrays."""
