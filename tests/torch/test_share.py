@@ -656,8 +656,9 @@ def test_a_gradient_that_is_not_finite_leaves_the_optimiser_as_it_was() -> None:
     train(net, optimizer, 0, range(2))
     before = copy.deepcopy(optimizer.optimizer.state_dict())
     loss_of(net, 0, 3).backward()
+    net[0].bias.grad = None
     net[2].bias.grad[1] = float("nan")
-    with pytest.raises(gw.NonFiniteUpdate, match=r"1 elements .* parameter 3 of shape \(3,\)"):
+    with pytest.raises(gw.NonFiniteUpdate, match=r"1 elements .* the first in 2\.bias: nothing"):
         optimizer.step()
     after = optimizer.optimizer.state_dict()["state"]
     for index, state in before["state"].items():

@@ -866,8 +866,8 @@ class SharedOptimizer(
 
     def _check_gradients(self) -> None:
         """Refuse gradients that are not finite, before they spoil the optimiser's state."""
-        params = parameters_of(self.optimizer)
-        param_grads = [param.grad for param in params if param.grad is not None]
+        params = [param for param in parameters_of(self.optimizer) if param.grad is not None]
+        param_grads: list[Any] = [param.grad for param in params]
         grads = [grad._values() if grad.is_sparse else grad.detach() for grad in param_grads]
         # Infinity minus infinity is NaN, and both spread through a sum: one pass, and one number per tensor.
         sums = sums_of(grads)
@@ -875,11 +875,11 @@ class SharedOptimizer(
             return
         counts = [int((~grad.isfinite()).sum()) for grad in grads]
         if sum(counts):
-            index = next(index for index, count in enumerate(counts) if count)
+            first = next(param for param, count in zip(params, counts, strict=True) if count)
+            name = next(staging.name for staging in self._params if staging.source is first)
             raise NonFiniteUpdate(
-                f"{sum(counts)} elements of the gradient are NaN or infinite, the first in parameter {index} of shape "
-                f"{tuple(param_grads[index].shape)}: nothing was sent, and the optimiser's state is unchanged; clip "
-                "gradients, lower the learning rate, or use GradScaler",
+                f"{sum(counts)} elements of the gradient are NaN or infinite, the first in {name}: nothing was sent, "
+                "and the optimiser's state is unchanged; clip gradients, lower the learning rate, or use GradScaler",
                 sum(counts),
             )
 

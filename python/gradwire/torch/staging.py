@@ -72,6 +72,7 @@ class Staging:
 
     Attributes:
         source: the tensor as given.
+        name: as given, or the shape in words.
         constants: the infinite elements, with zeros elsewhere; None without any.
 
     Raises:
@@ -85,7 +86,7 @@ class Staging:
                 "torch.view_as_real views complex ones so"
             )
         self.source = tensor
-        self._name = name or _named_by_shape(tensor)
+        self.name = name or _named_by_shape(tensor)
         self._kind = _kind_of(tensor)
         shard = self.tensor
         self._moves = on_host and shard.is_cuda
@@ -158,7 +159,7 @@ class Staging:
             if before != after
         ]
         raise ValueError(
-            f"{self._name} has changed since it was shared: {', '.join(changes)}. Nothing was sent. Convert it back "
+            f"{self.name} has changed since it was shared: {', '.join(changes)}. Nothing was sent. Convert it back "
             "to go on, to save or to close; move and convert the model (model.to, .half, .cuda) before "
             "gradwire.torch.share(model, optimizer), or after optimizer.close()"
         )
