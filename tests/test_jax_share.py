@@ -498,15 +498,20 @@ def test_asynchronous_nodes_catch_up_before_an_evaluation() -> None:
         ]
         states = [optimizer.init(jax.numpy.zeros(4)) for optimizer in shared]
         begun = list(pool.map(lambda optimizer: optimizer.join(), shared))
-        updates, _ = shared[0].update(jax.numpy.ones(4), states[0], begun[0])
+        theirs, state, before = begun[0], states[0], begun[1]
+        kept = []
         deadline_s = time.monotonic() + 30.0
-        params = shared[1].catch_up()
-        while not params.any() and time.monotonic() < deadline_s:
+        for _ in range(6):
+            updates, state = shared[0].update(jax.numpy.ones(4), state, theirs)
+            theirs = theirs + updates
             params = shared[1].catch_up()
-        np.testing.assert_array_equal(params, begun[0] + updates)
-        kept = len(shared[1].init.__self__._expected)
-        shared[1].catch_up()  # brings nothing, and keeps no other copy
-        assert len(shared[1].init.__self__._expected) == kept
+            while (params == before).any() and time.monotonic() < deadline_s:
+                params = shared[1].catch_up()
+            np.testing.assert_array_equal(params, theirs)
+            kept.append(len(shared[1].init.__self__._expected))
+            before = shared[1].catch_up()  # brings nothing, and keeps no other copy
+            assert len(shared[1].init.__self__._expected) == kept[-1]
+        assert kept == [2, 3, 4, 4, 4, 4]
         # The caller may also go on with the parameters that it had.
         nothing, _ = shared[1].update(jax.numpy.zeros(4), states[1], begun[1])
         np.testing.assert_array_equal(begun[1] + nothing, params)

@@ -46,6 +46,9 @@ _OTHER_MEANS = {"avg_value", "ema"}
 _TRIAL_STEPS = 8
 _TRIAL_VALUE = 0.01
 
+# Copies of returned parameters that are kept, beside those with which the caller began.
+_RETURNED_MAX = 3
+
 
 class ShareState(NamedTuple):
     """The states of the transformations; the exchange has its own.
@@ -297,6 +300,8 @@ class _SharedUpdates:
         # no other copy, however often it asks.
         if not all(map(np.array_equal, self._leaves, self._expected[0])):
             self._expected.insert(0, copies(self._leaves))
+            # Of the many that an evaluation may ask for, the last ones, and those with which it began.
+            del self._expected[_RETURNED_MAX : -1 - self._outdated]
         return self._given(self._leaves)
 
     def update(

@@ -233,6 +233,7 @@ class GradwireStrategy(DDPStrategy):
     def teardown(self) -> None:
         """End the training: the model is a plain one, with the parameters that all share."""
         self._averages.close()
+        self._is_evaluating = False  # an error may have ended a validation
         self._evaluation.close()
         for optimizer in self._shared_optimizers():
             optimizer.__exit__(*self._failure)
