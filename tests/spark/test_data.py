@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 pa: Any = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
 
-from gradwire.spark.data import LABEL, VALIDATION, are_spread, column_for, summarize  # noqa: E402
+from gradwire.spark.data import LABEL, VALIDATION, Spill, are_spread, column_for, summarize  # noqa: E402
 
 pytestmark = pytest.mark.spark
 
@@ -114,3 +115,17 @@ def test_thousands_of_columns_are_looked_up_in_one_schema(monkeypatch: pytest.Mo
     assert frame.looks == 1
     with pytest.raises(ValueError, match="no column 'cd' for one feature; the columns are ca, cb"):
         column_for("features", frame, ["cd"])
+
+
+def test_rows_that_the_disk_cannot_hold_are_told_with_the_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SPARK_LOCAL_DIRS", f"{tmp_path},/nowhere")
+    rows = {LABEL: np.zeros(3, np.int64)}
+    spill = Spill()
+    spill.append(rows)
+    full = Path("/dev/full").open("wb")  # noqa: SIM115
+    monkeypatch.setattr("tempfile.TemporaryFile", lambda **_: full)
+    with pytest.raises(OSError, match=f"to {tmp_path}, after 3 of them .*No space.*local.dir"):
+        spill.append({**rows, VALIDATION: np.ones(3, np.bool_)})
+    monkeypatch.undo()

@@ -108,14 +108,26 @@ class Spill:
         self.arrays: dict[str, NDArray[Any]] = {}
 
     def append(self, columns: dict[str, NDArray[Any]]) -> None:
-        """Write rows to the disk."""
-        for name, array in columns.items():
-            if name not in self._files:
-                folder, *_ = os.environ.get("SPARK_LOCAL_DIRS", "").split(",")
-                folder = folder if os.access(folder, os.W_OK) else ""
-                file = tempfile.TemporaryFile(dir=folder or None)  # noqa: SIM115
-                self._files[name] = file, array.dtype, array.shape[1:]
-            self._files[name][0].write(np.ascontiguousarray(array).data)
+        """Write rows to the disk.
+
+        Raises:
+            OSError: it is full, or something else is wrong with it.
+        """
+        folder, *_ = os.environ.get("SPARK_LOCAL_DIRS", "").split(",")
+        folder = folder if os.access(folder, os.W_OK) else tempfile.gettempdir()
+        try:
+            for name, array in columns.items():
+                if name not in self._files:
+                    file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+                    self._files[name] = file, array.dtype, array.shape[1:]
+                file = self._files[name][0]
+                file.write(np.ascontiguousarray(array).data)
+                file.flush()
+        except OSError as error:
+            raise OSError(
+                f"the worker's rows cannot be written to {folder}, after {self.rows} of them ({error}): give "
+                "spark.local.dir (SPARK_LOCAL_DIRS) a folder with more space"
+            ) from error
         self.rows += len(next(iter(columns.values())))
 
     @property
@@ -135,7 +147,6 @@ class Spill:
     def finish(self) -> None:
         """Map the files."""
         for name, (file, dtype, shape) in self._files.items():
-            file.flush()
             self.arrays[name] = np.memmap(file, dtype, "r", shape=(self.rows, *shape))
 
 
