@@ -104,6 +104,9 @@ class Query:
     def get(self, _name: str) -> str:
         return "127.0.0.1"
 
+    def isStopped(self) -> bool:  # noqa: N802
+        return False
+
     def foreachBatch(self, function: Any) -> Query:  # noqa: N802
         self.function = function
         return self

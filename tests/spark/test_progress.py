@@ -403,6 +403,24 @@ def test_a_session_that_was_stopped_is_told_whatever_spark_says() -> None:
         check_runs(spark)
 
 
+def test_nothing_begins_with_rows_of_a_session_that_was_stopped() -> None:
+    """Where PySpark says: 'NoneType' object has no attribute 'setInterruptOnCancel'."""
+    pytest.importorskip("pyspark", reason="pyspark is not installed")
+    from gradwire.feed import Feed
+    from gradwire.spark import TorchEstimator, TorchModel, stream
+
+    stopped = SimpleNamespace(sparkContext=SimpleNamespace(_jsc=None))
+    rows: Any = SimpleNamespace(sparkSession=stopped, columns=["features"], isStreaming=False)
+    with Feed(batches=2, batch_bytes=1 << 12) as feed:
+        for begin in (
+            TorchEstimator().fit,
+            TorchModel().transform,
+            lambda rows: stream(rows, feed, iter),
+        ):
+            with pytest.raises(ValueError, match="was stopped: make the DataFrame with another"):
+                begin(rows)
+
+
 class Tasks:
     """What Java's list has of tasks: two that have ended, and those that run."""
 

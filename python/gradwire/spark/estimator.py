@@ -521,6 +521,7 @@ class TorchModel(Model, Stored):
         self.check_code()
         values = {name: self.getOrDefault(name) for name in _BOTH}
         spark = dataset.sparkSession
+        check_runs(spark)
         _check_outputs(self, spark, dataset.columns)
         sent = self._sent
         if sent is None or sent[0] is not spark or sent[1] is not self.state:

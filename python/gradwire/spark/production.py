@@ -18,7 +18,7 @@ from ..feed import Feed, FeedFailed, layout
 from ..feed.link import Link
 from ..feed.ring import Claim
 from ..transport import Node, generate_secret
-from .session import cancel, driver_address, failure_of, is_connect, tagged
+from .session import cancel, check_runs, driver_address, failure_of, is_connect, tagged
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -58,7 +58,7 @@ def stream(
         secret: of the nodes at "host:port".
 
     Raises:
-        ValueError: there is no feed, or no secret for a node.
+        ValueError: there is no feed, or no secret for a node, or the session was stopped.
         TimeoutError: a node cannot be reached, or serves no feed.
 
     Example:
@@ -72,6 +72,7 @@ def stream(
         raise ValueError("there is no feed to put batches into")
     if secret is None and any(isinstance(target, str) for target in targets):
         raise ValueError("the feeds at other addresses need their nodes' secret")
+    check_runs(rows.sparkSession)
     return Production(rows, targets, make_batch, secret or generate_secret())
 
 
