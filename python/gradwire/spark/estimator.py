@@ -282,9 +282,12 @@ class TorchEstimator(Estimator["TorchModel"], Stored):
                 raise TypeError(
                     f"{name} cannot be sent to the workers ({error}): create such objects inside the function"
                 ) from error
-        for name in ("features_col", "label_col"):
-            if not values[name]:  # None, or a list without a name
-                raise TypeError(f"{name} is {values[name]!r}, must name a column")
+        for name in _ROLES.values():
+            value = values[name]
+            if value is None and name not in ("features_col", "label_col"):
+                continue
+            if not isinstance(value, (str, list, tuple)) or not value:
+                raise TypeError(f"{name} is {value!r}, must name a column")
         for name in ("num_workers", "batch_size", "epochs", "checkpoint_every"):
             whole(name, values[name], least=1)
         for name in ("patience", "retries", "seed"):
