@@ -536,6 +536,39 @@ def test_updates_far_above_the_threshold_get_one_remedy(
     assert text.startswith("every element has been sent for 50 steps")
 
 
+def test_local_steps_do_not_hide_who_came_last() -> None:
+    def work(node: FakeNode, rank: int) -> list[str | None]:
+        share = gw.Exchange(gw.Encoder(4, 0.5), node, min_peers=1, every=3)
+        params = np.zeros(4, np.float32)
+        shown = []
+        for _ in range(8):
+            node.cluster.compute(node, 0.1 * rank)
+            share.step(np.ones(4, np.float32), params)
+            slowest = share._meter.slowest
+            shown.append(None if slowest is None else slowest.address)
+        return shown
+
+    shown, _ = run_cluster(work, count=2, seed=1)
+    assert shown[:2] == [None, None]
+    assert None not in shown[2:]
+
+
+@pytest.mark.parametrize("overlap", [0, 1, 2])
+def test_a_call_that_finishes_no_step_hides_no_warning(
+    overlap: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with cluster(0) as made:
+        enc = gw.Encoder(4, gw.FixedThreshold(1e-6))
+        share = gw.Exchange(enc, made.node(1), min_peers=0, every=2, overlap=overlap)
+        params = np.zeros(4, np.float32)
+        for _ in range(2 * 52):
+            share.step(np.ones(4, np.float32), params)
+    [text] = [
+        text for text in caplog.messages if "residual has grown" in text or "sent for" in text
+    ]
+    assert text.startswith("every element has been sent for 50 steps")
+
+
 @pytest.mark.usefixtures("not_alone")
 def test_waiting_for_space_counts_as_waiting(
     share: gw.Exchange, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

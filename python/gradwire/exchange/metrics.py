@@ -115,7 +115,7 @@ class Meter:
         listeners: called after every step with its result and the totals.
         step_s: total time of all steps, the caller's computation included.
         compute_s: total time of the caller between steps.
-        slowest: `StepResult.slowest` of the last step.
+        slowest: `StepResult.slowest` of the last exchange.
     """
 
     def __init__(self, options: Options, groups: Groups, residuals: Residuals) -> None:
@@ -147,9 +147,10 @@ class Meter:
 
     def notify_listeners(self, result: StepResult, stats: ExchangeStats) -> None:
         """Call the listeners, and warn once if the exchange takes a large share of the time."""
-        self.slowest = result.slowest
-        if self._options.codec == "threshold" and not result.is_local:
-            self._residual_monitor.add(result, self._groups)
+        if result.applied:  # with ``overlap`` the call that sends may finish no step
+            self.slowest = result.slowest
+            if self._options.codec == "threshold":
+                self._residual_monitor.add(result, self._groups)
         if not self._has_judged:
             self._note_times(result, is_alone=not stats.members)
         for listener in self.listeners:
@@ -160,7 +161,7 @@ class Meter:
         if self._results <= _WARMUP_STEPS:
             return
         self._round.append(result)
-        if not result.is_local:
+        if result.applied:
             self._rounds.append(_Times.of(self._round))
             self._round = []
         steps = self._results - _WARMUP_STEPS
@@ -314,7 +315,7 @@ def metrics_snapshot(
         node: node of the exchange.
         replica: of the exchange; residuals in host memory are measured in one pass on the calling thread.
         stats: totals of the exchange.
-        slowest: `StepResult.slowest` of the last step.
+        slowest: `StepResult.slowest` of the last exchange.
     """
     counters = node.stats()
     groups = replica.groups
