@@ -116,6 +116,37 @@ def test_local_steps_before_a_checkpoint_count_in_the_next_update_s_norm(
         assert state["shared"][0].tobytes() == resumed_state["shared"][0].tobytes()
 
 
+@pytest.mark.parametrize("applies", [False, True])
+def test_local_steps_of_a_checkpoint_are_shared_also_where_every_step_is_an_exchange(
+    applies: bool,
+) -> None:
+    def work(node: FakeNode, rank: int, every: int, start: Any, steps: range) -> Any:
+        enc = gw.Encoder(NUMEL, 2.0**-4)
+        share = gw.Exchange(enc, node, min_peers=1, every=every, apply_residual=applies)
+        params = np.zeros(NUMEL, np.float32)
+        if start is not None:
+            params, state = start
+            share.load_state_dict(state)
+        for step in steps:
+            share.step(np.round(update(rank, step) * 64.0) / 64.0, params)
+        return params, share.state_dict()
+
+    def train(every: int, starts: Any, steps: range) -> Any:
+        return run_cluster(
+            lambda node, rank: work(node, rank, every, starts[rank], steps), count=2, seed=1
+        )
+
+    saved = train(4, [None, None], range(6))
+    ended = train(1, copy.deepcopy(saved), range(6, 9))
+    shared = [state["shared"][0] if applies else params for params, state in ended]
+    np.testing.assert_array_equal(*shared)
+    left = sum(state["encoders"][0]["residual"].astype(np.float64) for _, state in ended)
+    total = sum(
+        np.round(update(rank, step) * 64.0) / 64.0 for rank in range(2) for step in range(9)
+    )
+    np.testing.assert_array_equal(2.0 * shared[0] + left, total)
+
+
 @pytest.mark.parametrize(("half", "bad"), [(10, 10), (33, 35)])
 def test_an_outlier_right_after_a_checkpoint_is_shortened(half: int, bad: int) -> None:
     def work(node: FakeNode, rank: int, steps: range, start: Any) -> Any:

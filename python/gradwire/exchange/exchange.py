@@ -374,7 +374,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
             TypeError, ValueError: the parameters or the update do not fit; nothing was taken.
             Diverged: the step is done, and most others turned out to hold other parameters; see ``resync``.
         """
-        if update is None and not (self._options.every == 1 and self._groups.keeps_residuals):
+        if update is None and (_takes_local_steps(self) or not self._groups.keeps_residuals):
             raise ValueError(
                 "local steps, and encoders that keep no residual, need the update: it cannot be in the residual"
             )
@@ -384,7 +384,7 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
             self._take_written(params)
         finished = self._begin(params, optimizer_state)
         # Local steps change the parameters at once, so the update of the exchange is what the parameters have moved by.
-        if self._options.every > 1:
+        if _takes_local_steps(self):
             _wait_before_exchange(self, params)
             self._replica.add_local_step(update, params)
             return _take_local_step(self, params, finished)
@@ -613,6 +613,11 @@ def _tell_missing(exchange: Exchange) -> None:
             nodes,
             nodes,
         )
+
+
+def _takes_local_steps(exchange: Exchange) -> bool:
+    """Return whether the next update is one of local steps; a checkpoint of a larger ``every`` may have some."""
+    return exchange._options.every > 1 or exchange.has_local_steps
 
 
 def _wait_before_exchange(exchange: Exchange, params: Any) -> None:
