@@ -446,6 +446,23 @@ def test_an_update_is_measured_without_what_earlier_ones_have_left(limits: bool)
     assert [count for _, count in outcomes] == [0, 0, 0, 0]
 
 
+def test_an_update_that_only_the_residual_holds_is_not_shortened() -> None:
+    def work(node: FakeNode, rank: int) -> NDArray[np.float32]:
+        enc = encoder()
+        options: Any = {"apply_residual": True, "limit_outliers": True, "topology": "mesh"}
+        share = gw.Exchange(enc, node, min_peers=2, **options)
+        params = np.zeros(NUMEL, np.float32)
+        share.join(params)
+        for step in range(6):
+            enc.residual[:] += 100.0 if (rank, step) == (0, 3) else 1.0
+            assert share.step(None, params).shortened == 0
+        return share.shared(params)[0]
+
+    first, second, third = run_cluster(work, seed=1)
+    np.testing.assert_array_equal(first, second)
+    np.testing.assert_array_equal(first, third)
+
+
 def test_a_node_that_has_workers_weighs_what_its_parameters_have_moved_by() -> None:
     def work(node: FakeNode, rank: int) -> Outcome:
         enc, params = encoder(keeps=False), np.zeros(NUMEL, np.float32)

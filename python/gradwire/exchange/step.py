@@ -86,7 +86,7 @@ class Step:
         if has_moved and replica.is_difference:
             weight = 1.0  # a node with workers of its own has come in this step: it counts from the next one on
         if replica.agreement.is_on or replica.agreement.limits_norms:
-            weight *= self._compare(update, params)
+            weight *= self._compare(update, params, has_moved=has_moved)
         before = None
         # Without a residual an update goes into the parameters first, which differ from the shared ones by both then.
         is_held = has_moved or not replica.groups.keeps_residuals
@@ -125,7 +125,7 @@ class Step:
             replica.drop_residual(params, samples=samples)
         return result
 
-    def _compare(self, update: Any, params: Any) -> float:
+    def _compare(self, update: Any, params: Any, *, has_moved: bool) -> float:
         """Let the note of this step's update say how it is to be compared with the others', where that is measured.
 
         Returns:
@@ -133,7 +133,7 @@ class Step:
         """
         replica = self._replica
         agreement = replica.agreement
-        knows_update = update is not None or replica.shared
+        knows_update = update is not None or has_moved  # or the residual holds it
         if knows_update and agreement.is_due():
             replica.add_late_parts(params)
             agreement.measure(replica.step, replica.samples(update, params))
