@@ -200,6 +200,7 @@ class Agreement:
         self._shortened = 0
         # Steps in a row in which the updates of all workers here, and of all nodes, were equal.
         self._equal_steps = {"workers": 0, "nodes": 0}
+        self._are_equal = False
         self._own: Measured | None = None
         self._momentum = 0.0
         self._rate = 1.0
@@ -350,11 +351,13 @@ class Agreement:
         for other in told[1:] if is_equal else ():
             is_equal = is_equal and float(np.abs(other - first).max()) <= rounding * largest
         self._equal_steps[whose] = self._equal_steps[whose] + 1 if is_equal else 0
+        self._are_equal |= self._equal_steps[whose] == _EQUAL_STEPS
 
-    @property
-    def has_found_equal_updates(self) -> bool:
-        """Whether the last step makes it certain that workers' or nodes' updates are equal; once, not ever after."""
-        return _EQUAL_STEPS in self._equal_steps.values()
+    def drain_equal_updates(self) -> bool:
+        """Return whether it has become certain since the call before that workers' or nodes' updates are equal."""
+        are_equal = self._are_equal
+        self._are_equal = False
+        return are_equal
 
     def _is_outlier(self, norm: float) -> bool:
         return norm > _LONGEST * self._median > 0.0

@@ -123,7 +123,7 @@ class Notes:
         # In other steps only those tell whose update was too long: all of them after a jump of the learning rate.
         if is_told or 0 < len(norms) == len(of_step):
             outliers = agreement.add_norms(norms)
-            if agreement.has_found_equal_updates:
+            if agreement.drain_equal_updates():
                 _LOG.warning(
                     "step %d: the processes' updates are equal, so they seem to train on the same batches and gain "
                     "nothing from each other: seed what draws the batches with the rank, or give the loader a "
