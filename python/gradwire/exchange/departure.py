@@ -123,6 +123,7 @@ class Departure:
         self._relayed: set[tuple[NodeRun, int, int, frozenset[NodeRun]]] = set()
         self.is_due = False  # whether `settle` is to follow the messages that have come
         self._owes_report = False
+        self._has_heard = False  # a report, which may name others than this node's last one
         self._on_return: Callable[..., object] = dict  # does nothing, until it is set
         self._refusals = Refusals(membership)
         router.handle(Kind.REPORT, self._add_report)
@@ -432,8 +433,7 @@ class Departure:
             ]
             if gone:
                 self.suspect(gone, f"is gone, says {self._introductions.name_of(reporter)}")
-            elif not self._owes_report:  # only reports that name the same nodes are compared
-                self._owes_report = self._own_report() != self._last_report
+            self._has_heard = True
         self.is_due = True
 
     def _still_sends(self, run: NodeRun, next_missing: int) -> bool:
@@ -455,9 +455,10 @@ class Departure:
     def settle(self) -> None:
         """Report what is due, agree where all reports are in, relay missing updates, and remove who has none left."""
         # Once for all messages that have come together: an answer to each of n goodbyes would be n reports to n nodes.
-        if self._owes_report:
+        # Only reports that name the same nodes are compared.
+        if self._owes_report or (self._has_heard and self._own_report() != self._last_report):
             self.report()
-            self._owes_report = False
+        self._owes_report = self._has_heard = False
         self._agree()
         if self._membership.phase is Phase.IN:
             self._relay()
