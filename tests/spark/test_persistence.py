@@ -126,6 +126,7 @@ def test_every_option_of_an_estimator_comes_back(
         "limits": Limits(message_bytes_max=1 << 20),
         "warm_start": True,
         "weight_col": None,
+        "shuffle": "always",
     }
     estimator = TorchEstimator(
         model=traced, optimizer=torch.optim.SGD, loss=torch.nn.MSELoss, **options

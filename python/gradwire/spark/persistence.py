@@ -9,7 +9,7 @@ from collections import abc
 from collections.abc import Iterator
 from contextvars import ContextVar
 from types import NoneType
-from typing import TYPE_CHECKING, Any, Final, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
@@ -245,6 +245,8 @@ def _is_of(value: Any, hint: Any) -> bool:
     """Return whether a value from a file is of the declared kind; functions are never in the part that is data."""
     if isinstance(value, list) and not all(isinstance(item, str) for item in value):
         return False
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
     kinds = [get_origin(each) or each for each in get_args(hint) or (hint,)]
     if get_origin(hint) is list:
         kinds = [list]
