@@ -535,6 +535,20 @@ def test_another_number_of_workers_goes_on_at_the_row(
     assert model.history.steps.tolist() == [steps]
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_single_worker_goes_on_through_spark_or_over_the_network(
+    rows: Any, tmp_path: Path, is_first: bool
+) -> None:
+    """Both write the state of one process, the driver's or the worker's."""
+    through_spark = ParameterAveraging(via="spark")
+    ways = (through_spark, None) if is_first else (None, through_spark)
+    options: dict[str, Any] = {"num_workers": 1, "checkpoint": f"file://{tmp_path}/single"}
+    ended = make_estimator(training=ways[0], **options).fit(rows)
+    other = make_estimator(epochs=3, training=ways[1], **options)
+    model = other.fit(rows, resume=ended.checkpoint)
+    assert model.history.epoch.tolist() == [2]
+
+
 def test_a_fit_goes_on_with_other_teams(rows: Any, tmp_path: Path) -> None:
     folder = None
     for epochs, size in enumerate((2, 1, 2), start=1):

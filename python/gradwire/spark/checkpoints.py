@@ -218,9 +218,9 @@ class Checkpoints:
     ) -> tuple[Position, dict[str, Any]]:
         """Return the position and the state of the latest checkpoint; at the beginning an empty one.
 
-        With another number of workers than wrote the checkpoint, the state is the first one's, without its residual
-        and history. So it is with the model and the residual if other workers lead the teams, as where Spark has put
-        the workers on other machines.
+        With another number of workers than wrote the checkpoint, or if only one of the two trainings goes through
+        Spark, the state is the first one's, without its residual and history. So it is with the model and the residual
+        if other workers lead the teams, as where Spark has put the workers on other machines.
 
         Args:
             rank: of this worker.
@@ -239,11 +239,13 @@ class Checkpoints:
             latest = _read_latest(folder)
             if latest is None:
                 continue
-            is_other = latest["workers"] != workers
+            led = latest.get("leads", list(leads))
+            # A driver that trains through Spark leads no workers. Its history and its state of an epoch are others'.
+            is_other = latest["workers"] != workers or bool(led) != bool(leads)
             source = 0 if is_other else rank
             states = f"{folder}/step-{latest['done']:09d}/worker-"
             state = _read_state(f"{states}{source}.pt")
-            if is_other or latest.get("leads", list(leads)) != list(leads):
+            if is_other or led != list(leads):
                 state["optimizer"].pop("gradwire", None)
                 if source != 0:
                     state["model"] = _read_state(f"{states}0.pt")["model"]
