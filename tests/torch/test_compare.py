@@ -107,6 +107,14 @@ def test_a_script_is_trained_in_both_ways_from_the_same_parameters_and_batches(
     assert "after 20 steps" in result["verdict"]
 
 
+def test_a_plot_that_cannot_be_drawn_does_not_cost_the_comparison(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    done = compared(tmp_path, "--plot", "missing/losses.png")
+    assert done.returncode == 2
+    assert f"after {STEPS} steps" in done.stdout
+    assert "missing/losses.png cannot be drawn" in done.stderr
+
+
 @pytest.mark.slow
 def test_links_of_a_rate_show_in_the_seconds(tmp_path: Path) -> None:
     done = compared(tmp_path, "--json", "--link", "100Mbit", width=20_000, steps=40)

@@ -89,8 +89,6 @@ def run(arguments: argparse.Namespace) -> int:
             return 0  # of another rank
         comparison = Comparison(ranks, description, *(curves[kind] for kind in KINDS))
         comparison.check()
-        if arguments.plot:
-            _draw(comparison, arguments.plot)
     except (ValueError, OSError) as error:
         print(f"gradwire compare: {error}", file=sys.stderr)
         return 2
@@ -101,6 +99,12 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(comparison.to_dict()))
     else:
         print("", comparison.table(), "", comparison.verdict(), sep="\n")
+    if arguments.plot:
+        try:
+            _draw(comparison, arguments.plot)
+        except (ValueError, OSError) as error:
+            print(f"gradwire compare: {arguments.plot} cannot be drawn: {error}", file=sys.stderr)
+            return 2
     return 0
 
 
