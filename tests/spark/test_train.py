@@ -171,6 +171,14 @@ def take_step(replica: Any, inputs: Any) -> None:
     replica.optimizer.step()
 
 
+def test_complex_parameters_are_not_averaged() -> None:
+    """As float32 they would lose their imaginary parts."""
+    module = torch.nn.Linear(2, 2, dtype=torch.complex64)
+    job = replace(job_of(ParameterAveraging(via="spark")), model=lambda: module)
+    with pytest.raises(TypeError, match=r"parameters of torch\.complex64 cannot be averaged"):
+        _State(job)
+
+
 @pytest.mark.parametrize("average_optimizer", [True, False])
 def test_the_state_of_a_round_goes_to_the_workers_and_back(average_optimizer: bool) -> None:
     job = job_of(ParameterAveraging(via="spark", average_optimizer=average_optimizer))

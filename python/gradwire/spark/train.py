@@ -566,6 +566,9 @@ class Averaged:
     Attributes:
         numel: number of values.
         checksum: of the tensors' sizes.
+
+    Raises:
+        TypeError: a parameter is complex.
     """
 
     def __init__(
@@ -585,6 +588,12 @@ class Averaged:
             states = [replica.optimizer.state.get(param, {}) for param in params]
             values = [state[name] for state in states for name in sorted(state)]
             tensors += [value for value in values if is_averaged(value)]
+        for tensor in tensors:
+            if tensor.is_complex():
+                raise TypeError(
+                    f"parameters of {tensor.dtype} cannot be averaged; torch.view_as_real views complex ones as "
+                    "floating-point ones"
+                )
         self._tensors = tensors
         sizes = np.array([tensor.numel() for tensor in tensors], np.int64)
         self._ends = np.cumsum(sizes)
