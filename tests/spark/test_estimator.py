@@ -747,6 +747,7 @@ def test_wrong_columns_and_options_are_refused_before_anything_is_started(rows: 
         ({"features_col": None}, TypeError, "features_col is None, must name a column"),
         ({"features_col": []}, TypeError, r"features_col is \[\], must name a column"),
         ({"weight_col": 3}, TypeError, "weight_col is 3, must name a column"),
+        ({"label_col": ["label"]}, TypeError, r"label_col is \['label'\], must name a column"),
         ({"label_col": "missing"}, ValueError, "there is no column 'missing' for label"),
         ({"features_col": "struct.label"}, ValueError, r"select it first.*col\('struct.label'\)"),
         ({"features_col": ["features"]}, TypeError, "must be a number"),

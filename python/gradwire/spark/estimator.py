@@ -286,7 +286,8 @@ class TorchEstimator(Estimator["TorchModel"], Stored):
             value = values[name]
             if value is None and name not in ("features_col", "label_col"):
                 continue
-            if not isinstance(value, (str, list, tuple)) or not value:
+            kinds = (str, list, tuple) if name == "features_col" else str
+            if not isinstance(value, kinds) or not value:
                 raise TypeError(f"{name} is {value!r}, must name a column")
         for name in ("num_workers", "batch_size", "epochs", "checkpoint_every"):
             whole(name, values[name], least=1)
