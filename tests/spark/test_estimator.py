@@ -143,8 +143,10 @@ def test_a_prediction_replaces_no_column(session: Any, rows: Any) -> None:
 
 @pytest.mark.parametrize("training", [None, ParameterAveraging(via="spark")], ids=str)
 def test_a_state_that_is_too_large_for_a_task_goes_to_the_executors_beside_it(
-    rows: Any, training: Any
+    session: Any, rows: Any, training: Any
 ) -> None:
+    from gradwire.spark.session import is_connect
+
     def model() -> Any:
         import torch
 
@@ -160,6 +162,11 @@ def test_a_state_that_is_too_large_for_a_task_goes_to_the_executors_beside_it(
     assert len(fitted.state) > 1 << 20
     for _ in range(2):
         assert accuracy(fitted, rows) > 0.9
+    if not is_connect(session):
+        sent = fitted._sent[2]
+        # Spark gives every micro-batch of a stream to `foreachBatch` with another session.
+        fitted.transform(session.newSession().createDataFrame(rows.limit(1).toPandas()))
+        assert fitted._sent[2] is sent
 
 
 def test_averages_through_spark_are_those_of_the_workers(rows: Any) -> None:

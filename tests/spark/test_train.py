@@ -835,3 +835,27 @@ def test_rows_whose_weights_are_all_zero_are_refused() -> None:
         ValueError, match="rows for validation with a weight above 0 in column 'imp"
     ):
         fit([1.0, 1.0, 0.0, 0.0], patience=1)
+
+
+def test_a_model_predicts_only_what_columns_want(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs and probabilities of thousands of classes would travel to Java for nothing."""
+    import pandas as pd
+
+    from gradwire.spark import estimator
+
+    monkeypatch.setattr(estimator, "rank_of_task", lambda: 0)
+    module = torch.nn.Linear(2, 3)
+
+    class Sent:
+        def read(self) -> bytes:
+            return pack(module.state_dict())
+
+    options = {"model": lambda: torch.nn.Linear(2, 3), "device": "cpu", "features_col": "x"}
+    rows = pd.Series([np.zeros(2, np.float32)])
+    for wanted, columns in (
+        ({"prediction_col": "p"}, ["prediction"]),
+        ({"raw_prediction_col": "r", "probability_col": "q"}, ["raw", "probability"]),
+    ):
+        values = {**dict.fromkeys(estimator._OUTPUTS), **options, **wanted, "batch_size": 4}
+        [predicted] = estimator._predictor(values, Sent())(iter([rows]))
+        assert list(predicted) == columns

@@ -40,6 +40,7 @@ from .session import (
     check_runs,
     check_slots,
     gpus_of_executor,
+    is_connect,
     keeping_slots,
     result_bytes_max,
     tagged,
@@ -131,7 +132,12 @@ _ESTIMATOR: dict[str, Any] = {
     "collect_stats": False,
 }
 
-_OUTPUTS = ("prediction_col", "raw_prediction_col", "probability_col")
+# The options that name columns of predictions, and what the function that predicts gives for them.
+_OUTPUTS = {
+    "prediction_col": "prediction double",
+    "raw_prediction_col": "raw array<float>",
+    "probability_col": "probability array<float>",
+}
 _ROLES = {
     data.FEATURES: "features_col",
     data.LABEL: "label_col",
@@ -483,7 +489,7 @@ class TorchModel(Model, Stored):
         self.state = b""
         self.rows: list[dict[str, Any]] = []
         self.checkpoint: str | None = None
-        self._sent: tuple[SparkSession, bytes, Parcel] | None = None
+        self._sent: tuple[Any, bytes, Parcel] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything but what only this session has."""
@@ -527,26 +533,27 @@ class TorchModel(Model, Stored):
         spark = dataset.sparkSession
         check_runs(spark)
         _check_outputs(self, spark, dataset.columns)
+        wanted = [option for option in _OUTPUTS if values[option]]
+        if not wanted:
+            return dataset
         sent = self._sent
-        if sent is None or sent[0] is not spark or sent[1] is not self.state:
+        # Broadcasts belong to the context; each micro-batch of a stream has another session.
+        place = spark if is_connect(spark) else spark.sparkContext
+        if sent is None or sent[0] is not place or sent[1] is not self.state:
             # Not closed: the DataFrame that is returned may be used for as long as the session.
-            self._sent = sent = spark, self.state, Parcel(spark, io.BytesIO(self.state))
+            self._sent = sent = place, self.state, Parcel(spark, io.BytesIO(self.state))
         predict = F.pandas_udf(  # type: ignore[attr-defined,call-overload,unused-ignore]
-            _predictor(values, sent[2]),
-            "prediction double, raw array<float>, probability array<float>",
+            _predictor(values, sent[2]), ", ".join(_OUTPUTS[option] for option in wanted)
         )
         from pyspark.ml.functions import array_to_vector
 
         outputs = predict(data.column_for(data.FEATURES, dataset, values["features_col"]))
         predicted = dataset.withColumn("gradwire_outputs", outputs)
-        outputs = F.col("gradwire_outputs")
-        for name, column in (
-            ("prediction_col", outputs["prediction"]),
-            ("raw_prediction_col", array_to_vector(outputs["raw"])),
-            ("probability_col", array_to_vector(outputs["probability"])),
-        ):
-            if values[name]:
-                predicted = predicted.withColumn(values[name], column)
+        for option in wanted:
+            name, kind = _OUTPUTS[option].split()
+            column = F.col("gradwire_outputs")[name]
+            column = array_to_vector(column) if kind.startswith("array") else column
+            predicted = predicted.withColumn(values[option], column)
         return predicted.drop("gradwire_outputs")
 
 
@@ -602,14 +609,15 @@ def _predictor(values: dict[str, Any], parcel: Parcel) -> Callable[..., Any]:
                     for rows in inputs.split(values["batch_size"])
                 ]
             raw = torch.cat(parts)
-            chosen = raw[:, 0] if raw.shape[1] == 1 else raw.argmax(1)
-            yield pd.DataFrame(
-                {
-                    "prediction": chosen.double().numpy(),
-                    "raw": list(raw.numpy()),
-                    "probability": list(torch.softmax(raw, 1).numpy()),
-                }
-            )
+            columns: dict[str, Any] = {}
+            if values["prediction_col"]:
+                chosen = raw[:, 0] if raw.shape[1] == 1 else raw.argmax(1)
+                columns["prediction"] = chosen.double().numpy()
+            if values["raw_prediction_col"]:
+                columns["raw"] = list(raw.numpy())
+            if values["probability_col"]:
+                columns["probability"] = list(torch.softmax(raw, 1).numpy())
+            yield pd.DataFrame(columns)
 
     return predict
 
