@@ -116,10 +116,10 @@ def test_only_the_last_two_checkpoints_are_kept_whatever_the_folder_is_called(
     files = fsspec.filesystem(system)
     fits = [Checkpoints(f"{system}://{tmp_path}/{name}", None, 5) for name in ("run[1]", "run1")]
     for fit in reversed(fits):
-        for done in (5, 10, 15):
+        for done in (5, 999_999_995, 1_000_000_000):
             fit.write(done, 0, {})
             fit.finish(done, 1, Position())
-    kept = ["latest.json", "step-000000010/worker-0.pt", "step-000000015/worker-0.pt"]
+    kept = ["latest.json", "step-1000000000/worker-0.pt", "step-999999995/worker-0.pt"]
     for fit in fits:
         folder = fsspec.core.url_to_fs(fit.folder)[1]
         paths = files.find(folder)

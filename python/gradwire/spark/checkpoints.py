@@ -205,8 +205,9 @@ class Checkpoints:
             files.mv(f"{path}.new", path)
         # The user's folder may have brackets in its name, which fsspec would take for a pattern.
         paths = files.ls(folder, detail=False)
-        steps = sorted(path for path in paths if path.rpartition("/")[2].startswith("step-"))
-        for old in steps[:-2]:
+        steps = [path for path in paths if path.rpartition("/")[2].startswith("step-")]
+        # By length first: from a billion steps on the numbers are longer.
+        for old in sorted(steps, key=lambda path: (len(path), path))[:-2]:
             if is_local or not glob.has_magic(old):
                 files.rm(old, recursive=True)
             else:
