@@ -312,6 +312,35 @@ def test_columns_of_numbers_weights_and_a_single_output(session: Any) -> None:
         estimator.copy({estimator.loss: torch.nn.MSELoss}).fit(data)
 
 
+def test_several_columns_of_labels(session: Any, tmp_path: Path) -> None:
+    from gradwire.spark import TorchEstimator, trust_code
+
+    values = np.random.default_rng(3).standard_normal((200, 2))
+    rows = [(float(a), float(b), float(a + b), int(a > b)) for a, b in values]
+    data = session.createDataFrame(rows, "a double, b double, total double, larger int")
+
+    def model() -> Any:
+        import torch
+
+        return torch.nn.Linear(2, 2)
+
+    estimator = make_estimator(
+        model=model,
+        loss=torch.nn.MSELoss,
+        features_col=["a", "b"],
+        label_col=["total", "larger"],
+        raw_prediction_col="raw",
+        epochs=8,
+        optimizer=lambda params: __import__("torch").optim.SGD(params, lr=0.2),
+        training=ParameterAveraging(every=1),
+    )
+    estimator.save(f"{tmp_path}/estimator")
+    with trust_code():
+        loaded = TorchEstimator.load(f"{tmp_path}/estimator")
+    predicted = loaded.fit(data).transform(data).toPandas()
+    assert np.abs(np.stack(predicted.raw)[:, 0] - predicted.total).max() < 0.2
+
+
 def test_partitions_without_rows_train_nothing_and_hold_up_nobody(rows: Any) -> None:
     model = make_estimator(collect_stats=True, epochs=1).fit(rows.limit(1))
     assert sorted(model.history.rows) == [0, 1]
@@ -754,7 +783,7 @@ def test_wrong_columns_and_options_are_refused_before_anything_is_started(rows: 
         ({"features_col": None}, TypeError, "features_col is None, must name a column"),
         ({"features_col": []}, TypeError, r"features_col is \[\], must name a column"),
         ({"weight_col": 3}, TypeError, "weight_col is 3, must name a column"),
-        ({"label_col": ["label"]}, TypeError, r"label_col is \['label'\], must name a column"),
+        ({"weight_col": ["label"]}, TypeError, r"weight_col is \['label'\], must name a column"),
         ({"label_col": "missing"}, ValueError, "there is no column 'missing' for label"),
         ({"features_col": "struct.label"}, ValueError, r"select it first.*col\('struct.label'\)"),
         ({"features_col": ["features"]}, TypeError, "must be a number"),

@@ -84,7 +84,7 @@ class EstimatorOptions(ModelOptions, total=False):
 
     optimizer: Callable[[Any], torch.optim.Optimizer] | None
     loss: Callable[[], Callable[..., torch.Tensor]] | None
-    label_col: str
+    label_col: str | list[str]
     weight_col: str | None
     validation_indicator_col: str | None
     num_workers: int
@@ -160,7 +160,8 @@ class TorchEstimator(Estimator["TorchModel"], Stored):
         loss: function without arguments, or a class, that returns the loss of (outputs, labels). With
             ``weight_col`` the loss returns one value per row (``reduction="none"``).
         features_col: a column of arrays or vectors, or a list of columns of numbers; float32 for the model.
-        label_col: a column of whole numbers (int64 for the loss), other numbers, arrays or vectors (float32).
+        label_col: a column of whole numbers (int64 for the loss), other numbers, arrays or vectors (float32), or a list
+            of columns of numbers (float32).
         weight_col: a column of the rows' weights.
         validation_indicator_col: a boolean column; true: not for training.
         prediction_col: for the model's prediction: the output, or with several outputs the index of the largest.
@@ -290,9 +291,10 @@ class TorchEstimator(Estimator["TorchModel"], Stored):
                 ) from error
         for name in _ROLES.values():
             value = values[name]
-            if value is None and name not in ("features_col", "label_col"):
+            may_be_several = name in ("features_col", "label_col")
+            if value is None and not may_be_several:
                 continue
-            kinds = (str, list, tuple) if name == "features_col" else str
+            kinds = (str, list, tuple) if may_be_several else str
             if not isinstance(value, kinds) or not value:
                 raise TypeError(f"{name} is {value!r}, must name a column")
         for name in ("num_workers", "batch_size", "epochs", "checkpoint_every"):
