@@ -637,8 +637,7 @@ class _Delivery:
             raise MessageError("a part of a snapshot that does not fit")
         # Parts arrive in order and may end anywhere in an array; the rest of its memory stays first in line.
         memory = self._missing.popleft()
-        # NumPy lets other threads run while it copies into new memory, and the transport's has much to do.
-        np.copyto(np.asarray(memory[: len(part)]), np.asarray(part))
+        memory[: len(part)] = part
         if len(part) < len(memory):
             self._missing.appendleft(memory[len(part) :])
 
