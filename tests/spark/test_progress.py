@@ -350,6 +350,11 @@ Caused by: org.apache.spark.SparkException: [SPARK_JOB_CANCELLED] Job 8 cancelle
     assert task_failure(RuntimeError(java)) == (f"Spark's job was cancelled: {reason}", "")
 
 
+def a_running_session() -> Any:
+    java = SimpleNamespace(sc=lambda: SimpleNamespace(isStopped=lambda: False))
+    return SimpleNamespace(sparkContext=SimpleNamespace(_jsc=java))
+
+
 @pytest.mark.parametrize("kind", [RuntimeError, GradwireError])
 def test_an_interruption_stays_one_though_pyspark_raises_the_cancelled_job_s_error(
     kind: type[Exception],
@@ -357,7 +362,7 @@ def test_an_interruption_stays_one_though_pyspark_raises_the_cancelled_job_s_err
     def cancel() -> None:
         raise kind("SPARK_JOB_CANCELLED: Job 8 cancelled")
 
-    @told_in_one_line()
+    @told_in_one_line(a_running_session())
     def interrupted() -> None:
         try:
             raise KeyboardInterrupt
@@ -369,7 +374,7 @@ def test_an_interruption_stays_one_though_pyspark_raises_the_cancelled_job_s_err
     try:
         raise KeyboardInterrupt
     except KeyboardInterrupt:  # and then another fit, which fails
-        with pytest.raises(GradwireError), told_in_one_line():
+        with pytest.raises(GradwireError), told_in_one_line(a_running_session()):
             cancel()
 
 

@@ -161,7 +161,11 @@ def test_ctrl_c_in_a_notebook_ends_the_job_at_once(spark: Any, session: Any) -> 
     start_s = time.monotonic()
     try:
         interruption.start()
-        with pytest.raises(KeyboardInterrupt), told_in_one_line(), tagged(session, "interrupted"):
+        with (
+            pytest.raises(KeyboardInterrupt),
+            told_in_one_line(session),
+            tagged(session, "interrupted"),
+        ):
             session.range(1).mapInArrow(wait, "id long").toArrow()
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:

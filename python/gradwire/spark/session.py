@@ -367,7 +367,7 @@ class WorkerTraceback(Exception):
 
 
 @contextlib.contextmanager
-def told_in_one_line(spark: SparkSession | None = None) -> Iterator[None]:
+def told_in_one_line(spark: SparkSession) -> Iterator[None]:
     """Raise what ended a job of Spark in one line, where Spark has hundreds; its cause is the task's traceback.
 
     Raises:
@@ -386,7 +386,7 @@ def told_in_one_line(spark: SparkSession | None = None) -> Iterator[None]:
             cause = cause.__context__
         if isinstance(error, GradwireError):
             raise
-        if spark is not None and _was_stopped(spark, error):
+        if _was_stopped(spark, error):
             raise GradwireError(_STOPPED) from error
         text, trace = task_failure(error)
         if not text:
