@@ -390,3 +390,40 @@ def test_a_node_that_has_to_join_again_at_the_end_of_its_step_does_so() -> None:
 
     first, second = run_cluster(work, count=2, seed=1)
     np.testing.assert_allclose(first, second, atol=1e-5)
+
+
+@pytest.mark.parametrize("how", ["step", "catch_up", "follow"])
+def test_the_last_updates_of_a_node_that_has_left_weigh_as_those_before(how: str) -> None:
+    """They are applied after the news that it has gone."""
+    steps = 6
+
+    def work(node: FakeNode, rank: int) -> Any:
+        encoder = gw.Encoder(NUMEL, gw.FixedThreshold(2.0**-6))
+        role = "observer" if rank == 2 else "member"
+        share = gw.Exchange(encoder, node, mode="async", role=role, min_peers=1, timeout_s=60.0)
+        params = START.copy()
+        if rank == 2:
+            node.cluster.compute(node, 1.0)
+            share.follow(params, timeout_s=1.0)
+            node.cluster.compute(node, 5.0)
+            share.follow(params)
+            return params
+        share.join(params)
+        if rank == 0:
+            node.cluster.compute(node, 3.0)
+            for count in range(steps):
+                share.step(update(1, count), params)
+            share.leave(params)
+            return sum(update(1, count).astype(np.float64) for count in range(steps))
+        if how == "follow":
+            share.catch_up(params, timeout_s=2.5)
+        node.cluster.compute(node, 4.0)
+        if how == "step":
+            share.step(np.zeros(NUMEL, np.float32), params)
+        else:
+            share.catch_up(params)
+        return params
+
+    put_in, *replicas = run_cluster(work, count=3 if how == "follow" else 2, seed=1)
+    for params in replicas:
+        np.testing.assert_array_equal(params, START + put_in / 2)

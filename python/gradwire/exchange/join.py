@@ -440,12 +440,12 @@ class Join:
             if not self._options.is_sync and membership.phase is Phase.READY:
                 payloads = [messages for _, messages in membership.take_updates()]
                 latest = max(membership.positions.values(), default=0)
-                self._departure.remove_departed()
                 if payloads:
-                    self._replica.apply(payloads, params, nodes=max(len(membership.peers), 1))
+                    self._replica.apply(payloads, params, nodes=len(membership.members))
                     # It has no steps of its own: its number is that of the member which is furthest ahead.
                     self._replica.advance(params, max(self._replica.step, latest))
                     membership.reach_step(self._replica.step)
+                self._departure.remove_departed()
                 count += len(payloads)
             if count or clock.now_s() >= deadline_s:
                 return count

@@ -352,7 +352,7 @@ class Replica(SharedCopy):
         Args:
             payloads: for every node one message for every group, in order; or the owners' results.
             params: the caller's.
-            nodes: number of nodes of which the mean is taken.
+            nodes: number of nodes of which the mean is taken, with any that is gone but has sent some of these.
             update: this node's update, which the caller's parameters hold already with ``apply_residual``.
             has_moved: whether the caller's parameters differ from the shared ones by local steps, which stay.
 

@@ -184,10 +184,10 @@ class Step:
         self._join.ensure_member(params, optimizer_state)
         self._join.poll(timeout_s)
         payloads = [messages for _, messages in membership.take_updates()]
-        self._departure.remove_departed()
         if payloads:
             self._replica.share_written(params)
-            self._replica.apply(payloads, params, nodes=len(membership.peers) + 1, has_moved=True)
+            self._replica.apply(payloads, params, nodes=len(membership.members) + 1, has_moved=True)
+        self._departure.remove_departed()
         self._join.serve(params, optimizer_state)
         self._replica.remember(params)
         return len(payloads)
@@ -413,7 +413,7 @@ class Step:
             replica.apply(
                 payloads,
                 params,
-                nodes=len(in_order) if self._is_sync else len(membership.peers) + 1,
+                nodes=len(in_order) if self._is_sync else len(membership.members) + 1,
                 update=pending,
                 has_moved=has_moved,
             )
