@@ -31,15 +31,17 @@ def share(net: Any, name: str = "AdamW", **options: Any) -> Any:
     return gradwire.torch.share(net, OPTIMIZERS[name](net.parameters()), **options)
 
 
-def trained(name: str = "AdamW", steps: int = 6, **options: Any) -> tuple[Any, Any]:
-    net = model()
+def trained(
+    name: str = "AdamW", steps: int = 6, dtype: Any = torch.float32, **options: Any
+) -> tuple[Any, Any]:
+    net = model(dtype)
     optimizer = share(net, name, **options)
-    train(net, optimizer, 0, range(steps))
+    train(net, optimizer, 0, range(steps), dtype)
     return net, optimizer
 
 
 def go_on(net: Any, optimizer: Any) -> Any:
-    train(net, optimizer, 0, range(6, 12))
+    train(net, optimizer, 0, range(6, 12), next(net.parameters()).dtype)
     return flat(net)
 
 
@@ -267,25 +269,30 @@ def test_a_file_has_every_value_once() -> None:
     assert bytes_of([net.state_dict(), optimizer.state_dict()]) < 16.5
 
 
-def test_an_optimiser_s_state_without_its_model_is_refused_before_anything_is_sent() -> None:
-    net, optimizer = trained()
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+@DTYPES
+def test_an_optimiser_s_state_without_its_model_is_refused_before_anything_is_sent(dtype: Any) -> None:
+    net, optimizer = trained(dtype=dtype)
     state = optimizer.state_dict()
-    again = share(net_again := model())
+    again = share(net_again := model(dtype))
     again.load_state_dict(state)
     assert torch.equal(
         again.state_dict()["gradwire"]["encoders"][0]["residual"],
         state["gradwire"]["encoders"][0]["residual"],
     )
-    loss_of(net_again, 0, 6).backward()
+    loss_of(net_again, 0, 6, dtype).backward()
     with pytest.raises(ValueError, match="of other parameters than the model has"):
         again.step()
     net_again.load_state_dict(net.state_dict())
-    assert same_bits(go_on(net_again, again), uninterrupted())
+    assert same_bits(go_on(net_again, again), uninterrupted(dtype=dtype))
 
 
-def test_other_weights_between_load_and_step_are_not_undone() -> None:
-    net, optimizer = trained()
-    again = share(net_again := model())
+@DTYPES
+def test_other_weights_between_load_and_step_are_not_undone(dtype: Any) -> None:
+    net, optimizer = trained(dtype=dtype)
+    again = share(net_again := model(dtype))
     again.load_state_dict(optimizer.state_dict())
     net_again.load_state_dict(net.state_dict())
     other = {name: torch.ones_like(value) for name, value in net.state_dict().items()}
@@ -295,9 +302,10 @@ def test_other_weights_between_load_and_step_are_not_undone() -> None:
         again.step()
 
 
-def test_weights_written_between_load_and_step_are_not_undone() -> None:
-    net, optimizer = trained()
-    again = share(net_again := model())
+@DTYPES
+def test_weights_written_between_load_and_step_are_not_undone(dtype: Any) -> None:
+    net, optimizer = trained(dtype=dtype)
+    again = share(net_again := model(dtype))
     net_again.load_state_dict(net.state_dict())
     again.load_state_dict(optimizer.state_dict())
     with torch.no_grad():
@@ -305,7 +313,7 @@ def test_weights_written_between_load_and_step_are_not_undone() -> None:
     with pytest.raises(ValueError, match=r"write other weights after optimizer\.join"):
         again.join()
     net_again.load_state_dict(net.state_dict())
-    assert same_bits(go_on(net_again, again), uninterrupted())
+    assert same_bits(go_on(net_again, again), uninterrupted(dtype=dtype))
 
 
 def test_a_state_that_was_loaded_is_saved_before_the_first_step() -> None:
