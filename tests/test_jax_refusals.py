@@ -62,6 +62,22 @@ def test_a_damaged_state_is_refused_and_changes_nothing() -> None:
         optimizer.close()
 
 
+def test_a_state_of_parameters_with_other_names_is_refused() -> None:
+    """Trees are in the order of their names: a renamed layer may change places with another of its shape."""
+    before = {"decoder": jax.numpy.ones(3), "encoder": jax.numpy.zeros(3)}
+    after = {"encoder": before["encoder"], "reader": before["decoder"]}
+    with gradwire.jax.share(optax.sgd(0.1)) as optimizer:
+        optimizer.init(before)
+        saved = optimizer.state_dict()
+    with gradwire.jax.share(optax.sgd(0.1)) as optimizer:
+        optimizer.init(after)
+        with pytest.raises(ValueError, match=r"\('decoder', 'encoder'\), \('encoder', 'reader'\)"):
+            optimizer.load_state_dict(saved)
+        names = optimizer.state_dict()["names"]
+        given = optimizer.load_state_dict({**saved, "names": names})
+    np.testing.assert_array_equal(given["encoder"], before["decoder"])
+
+
 @pytest.mark.parametrize("options", [{}, {"every": 4}, {"overlap": 1}, {"codec": "dense"}], ids=str)
 def test_a_step_that_is_not_finite_may_be_left_out(options: Any) -> None:
     """Its finite part is not taken either: the caller goes on with the parameters and the state that it had."""

@@ -430,6 +430,7 @@ class _SharedUpdates:
         state = self._opened().exchange.state_dict()
         # The caller's differ from this node's by the rounding of an addition.
         return {
+            "names": list(self._names),
             "params": list(map(_packed, self._leaves, _bases_of(state))),
             "returned": list(map(_packed, self._expected[0], self._leaves)),
             "exchange": state,
@@ -454,6 +455,14 @@ class _SharedUpdates:
         check_shapes(params, self._leaves)
         returned = _unpacked(state["returned"], params)
         check_shapes(returned, self._leaves)
+        names = state.get("names", self._names)  # older states have none
+        if names != self._names:
+            pairs = zip(names, self._names, strict=False)
+            renamed = [(old, new) for old, new in pairs if old != new]
+            raise ValueError(
+                f"the state is of parameters with other names, saved and now {renamed[:5]}, and nothing was loaded: if "
+                'they are the same in this order, set state["names"] to the new names'
+            )
         exchange.load_state_dict(saved)
         put(self._leaves, params)
         self._expected = [returned, exchange.shared(self._leaves), *self._expected]

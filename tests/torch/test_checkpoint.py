@@ -273,7 +273,9 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=s
 
 
 @DTYPES
-def test_an_optimiser_s_state_without_its_model_is_refused_before_anything_is_sent(dtype: Any) -> None:
+def test_an_optimiser_s_state_without_its_model_is_refused_before_anything_is_sent(
+    dtype: Any,
+) -> None:
     net, optimizer = trained(dtype=dtype)
     state = optimizer.state_dict()
     again = share(net_again := model(dtype))
