@@ -300,6 +300,38 @@ def test_nothing_works_after_close_and_closing_twice_is_fine() -> None:
             call()
 
 
+def test_an_interrupt_that_comes_with_the_lock_gives_the_lock_back() -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGINT, interrupt)
+    try:
+        with Node("127.0.0.1:0", secret=SECRET) as node:
+            held, interrupted = threading.Event(), threading.Event()
+
+            def hold() -> None:
+                with node._lock:
+                    held.set()
+                    while not interrupted.wait(0.0):  # keeps the interpreter busy
+                        pass
+                    signal.raise_signal(signal.SIGINT)
+
+            for _ in range(20):
+                held.clear()
+                interrupted.clear()
+                thread = threading.Thread(target=hold)
+                thread.start()
+                held.wait()
+                threading.Timer(0.005, interrupted.set).start()
+                with pytest.raises(KeyboardInterrupt):
+                    for _ in iter(node.stats, None):
+                        pass
+                thread.join()
+                assert not node._lock._is_owned()
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
 def test_a_signal_handler_that_interrupts_the_node_is_refused_and_does_not_hang() -> None:
     with Node("127.0.0.1:0", secret=SECRET) as node:
         for call in (node.close, node.stats, lambda: node.publish(b"")):

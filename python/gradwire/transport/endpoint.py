@@ -59,12 +59,10 @@ class Endpoint:
         self.is_closing = False  # refuse new messages and new peers; queued messages are still sent
         self._evicts = on_lag == "evict"
         self._parse = parse
-        # When another node of the same id, which has started later, sent an INIT.
-        self.twin_at_s = -1.0
+        self.twin_at_s = -1.0  # when another node of the same id, started later, sent an INIT
         self.messages: list[Received] = []  # received, and not taken yet
         self._events: deque[PeerJoined | PeerLost] = deque(maxlen=EVENTS_MAX)
-        # Of sessions that have ended, and to unproved paths.
-        self.final_datagrams: list[Transmit] = []
+        self.final_datagrams: list[Transmit] = []  # of ended sessions, and to unproved paths
         self.polled_at_s = self._expected_at_s = local.started_at_s
         self._housekeeping_at_s = local.started_at_s
         self._gossip_at_s = local.started_at_s + GOSSIP_S

@@ -49,7 +49,12 @@ class Lock(type(threading.RLock())):  # type: ignore[misc]
         if self._is_owned():
             text = "a signal's handler has interrupted this node and cannot use it: set a flag, and act after the step"
             raise RuntimeError(text)
-        return bool(super().__enter__())
+        try:
+            return bool(super().__enter__())
+        except BaseException:  # an interrupt, perhaps once the lock is there
+            if self._is_owned():
+                self.release()
+            raise
 
 
 class Node(NotCopied, instead="make a node in every process that has one"):

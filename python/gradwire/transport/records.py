@@ -14,7 +14,6 @@ from .wire import HEADER_BYTES, RECORD_META_BYTES, TAG_BYTES
 
 KEY_LIFE_S: Final = 86_400.0  # of a sender key
 OBJECT_BYTES: Final = 1_400  # memory of the Python objects of a record and its ticket
-_TAGGED_KIND: Final = bytes([wire.TAGGED])
 
 
 class Record(NamedTuple):
@@ -145,5 +144,5 @@ class Sealer:
             datagrams = [run[start : start + step] for start in range(0, len(run), step)]
             tags = self.keys.tags(header.record, header.first, datagrams)
             for datagram, tag in zip(datagrams, tags, strict=True):
-                parts += (_TAGGED_KIND, datagram[1:], tag)
+                parts += (bytes([wire.TAGGED]), datagram[1:], tag)
         return Transmit(address, [b"".join(parts)], step + TAG_BYTES)

@@ -189,10 +189,9 @@ class Session:
         self.advertised = remote.advertise[:ADDRESS_BYTES_MAX]
 
     def _begin_keying(self, now_s: float) -> None:
-        endpoint = self._endpoint
         self.state = State.KEYING
         self.wake()
-        if not endpoint.on_identified(self, now_s):
+        if not self._endpoint.on_identified(self, now_s):
             self.give_up("duplicate", now_s)
             return
         self._retry = self._key or self._make_key(now_s)
@@ -530,8 +529,7 @@ class SessionTable:
         self.by_index: dict[int, Session] = {}
         self.by_node: dict[int, Session] = {}  # established ones, by the peer's node id
         self.by_stream: dict[tuple[Address, int], Session] = {}  # by source and stream
-        # By INIT: the sessions whose peer has not yet proved that it is there.
-        self.half_open: dict[bytes, Session] = {}
+        self.half_open: dict[bytes, Session] = {}  # by INIT; the peer has not proved where it is
 
     def __iter__(self) -> Iterator[Session]:
         return iter(list(self.by_index.values()))  # of a copy: sessions may end meanwhile
