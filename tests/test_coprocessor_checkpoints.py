@@ -9,6 +9,7 @@ import json
 import math
 import os
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ import numpy as np
 import pytest
 
 import gradwire as gw
+from gradwire import coprocessor
 from gradwire.coprocessor import SGD, Host, Worker
 
 from . import test_coprocessor
-from .test_coprocessor import Cluster, flat, gradients, kill, reach
+from .test_coprocessor import QUICK, Cluster, flat, gradients, kill, reach
 
 cluster = test_coprocessor.cluster
 
@@ -239,6 +241,30 @@ def test_what_a_disk_has_changed_is_not_loaded(cluster: Cluster, tmp_path: Path)
         (tmp_path / "file").write_bytes(content[:nbytes])
         with pytest.raises(ValueError, match="file is no checkpoint of a host"):
             cluster.host(path=tmp_path / "file")
+
+
+@pytest.mark.parametrize("limits", [{}, {"message_bytes_max": 4_096}])
+def test_a_host_that_is_interrupted_while_it_takes_a_gradient_takes_it_in_the_next_step(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, limits: dict[str, int]
+) -> None:
+    node = cluster.node(limits=replace(QUICK, **limits))
+    host = cluster.host(node=node, params=[np.zeros(3_000, np.float32)])
+    worker = cluster.worker(host, threshold=0.5)
+    decode = coprocessor.decode
+    interrupts = [KeyboardInterrupt()]
+
+    def interrupted(message: Any) -> Any:
+        if interrupts:
+            raise interrupts.pop()
+        return decode(message)
+
+    monkeypatch.setattr(coprocessor, "decode", interrupted)
+    for value in (1.0, 2.0):
+        worker.send(np.full(3_000, value, np.float32), dense=True)
+    with pytest.raises(KeyboardInterrupt):
+        reach(host, 1)
+    reach(host, 2)
+    np.testing.assert_array_equal(host.params[0], -3.0)
 
 
 def test_a_host_whose_step_was_interrupted_goes_on_from_its_checkpoint_only(

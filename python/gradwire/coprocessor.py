@@ -394,20 +394,20 @@ class Host(AbstractContextManager["Host"]):
         if not self._inbox:
             self._inbox.extend(self.node.receive(timeout_s))
         while self._inbox and len(self._batch) < self.gradients_per_step:
-            peer, kind, payload = self._inbox.popleft()
+            peer, kind, payload = self._inbox[0]
             try:
                 if kind == _Kind.SLICE:
                     kind = tag_of_slice(payload)
                     if kind != _Kind.GRADIENT:
                         raise MessageError(f"slices of a message of kind {kind}")
-                    whole = self._assembler.add(peer, kind, payload)
-                    if whole is None:
-                        continue
-                    payload = whole
-                self._take(peer, kind, payload)
+                    if whole := self._assembler.add(peer, kind, payload):
+                        self._inbox.insert(1, Received(peer, kind, whole))
+                else:
+                    self._take(peer, kind, payload)
             except (MessageError, struct.error) as error:
                 # Its worker keeps the gradient and waits; the others must not suffer.
                 self._log.log(peer, now_s(), "a message of %s is invalid: %s", peer.address, error)
+            self._inbox.popleft()  # last: the call after an interrupted one takes it again
         return len(self._batch) >= self.gradients_per_step
 
     def _take(self, peer: Peer, kind: int, payload: memoryview) -> None:
