@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import gc
 import multiprocessing
 import os
@@ -210,6 +211,25 @@ def test_a_consumer_that_dies_gives_its_space_back(feed: Feed) -> None:
     for number in (3, 4):
         feed.put(np.array([number]), WAIT_S)
     assert numbers(feed, 3) == [2, 3, 4]
+
+
+def test_an_interrupt_that_comes_with_the_lock_gives_the_lock_back(
+    feed: Feed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_lock = ring.Ring._set_lock
+    interrupts = [KeyboardInterrupt()]
+
+    def interrupted(self: ring.Ring, kind: int) -> None:
+        set_lock(self, kind)
+        if interrupts:
+            raise interrupts.pop()
+
+    monkeypatch.setattr(ring.Ring, "_set_lock", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        feed.get(timeout_s=0.0)
+    with (SHARED / feed.name).open("r+b") as file:
+        lock = ring._RECORD_LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)
+        fcntl.fcntl(file, fcntl.F_OFD_SETLK, lock)  # does not wait
 
 
 def test_a_producer_killed_in_the_middle_of_a_call_has_no_lock_in_its_children(feed: Feed) -> None:

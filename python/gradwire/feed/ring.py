@@ -399,9 +399,9 @@ class Ring:
         if self._process != os.getpid():
             self._open()
         with self._lock:
-            # Of the open file, not of the process: closing another descriptor of the feed does not release it.
-            self._set_lock(fcntl.F_WRLCK)
-            try:
+            try:  # an interrupt may come with the lock
+                # Of the open file, not of the process: closing another descriptor of the feed does not release it.
+                self._set_lock(fcntl.F_WRLCK)
                 if self._head[_IS_GOING_IN]:
                     self._complete()
                 yield
