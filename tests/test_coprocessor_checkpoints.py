@@ -267,6 +267,28 @@ def test_a_host_that_is_interrupted_while_it_takes_a_gradient_takes_it_in_the_ne
     np.testing.assert_array_equal(host.params[0], -3.0)
 
 
+def test_a_worker_that_is_interrupted_while_its_replica_changes_gets_the_replica_again(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = cluster.host(threshold=0.5)
+    worker = cluster.worker(host)
+    follow = Worker._follow
+    interrupts = [KeyboardInterrupt()]
+
+    def interrupted(self: Worker, version: int, status: list[int], body: memoryview) -> None:
+        if interrupts and version == 1 and body:
+            raise interrupts.pop()
+        follow(self, version, status, body)
+
+    monkeypatch.setattr(Worker, "_follow", interrupted)
+    worker.send(np.ones_like(flat(host.params)))
+    with pytest.raises(KeyboardInterrupt):
+        cluster.run(host, lambda: [worker.refresh(0.02) for _ in range(1_000)])
+    cluster.run(host, lambda: [worker.refresh(0.02) for _ in range(30)])
+    assert host.params[0].all()
+    np.testing.assert_array_equal(flat(worker.params), flat(host.params))
+
+
 def test_a_host_whose_step_was_interrupted_goes_on_from_its_checkpoint_only(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,6 +63,7 @@ from .transport import Node, Peer, PeerJoined, Received, Ticket
 __all__ = ["SGD", "Host", "Worker"]
 
 logger = logging.getLogger(__name__)
+_errors = LogLimit(logger.error)
 
 _FORMAT: Final = 1  # of the messages and of the checkpoint
 _HEADER: Final = struct.Struct("<5Q")  # a worker's run, a version of the parameters, three numbers
@@ -70,7 +71,6 @@ _MESSAGE_BYTES: Final = 32 << 20  # most of a message; half of what a node takes
 _PART: Final = 1 << 22  # elements of a part of the parameters, between which the descent goes on
 _RETRY_S: Final = 1.0  # between two questions of a worker that hears nothing
 _TICK_S: Final = 0.01
-_DRAIN_S: Final = 5.0
 _WHO: Final = "a host or worker"
 _NUMBERS: Final = 1 << 63  # of gradients and versions
 _RUNS_MAX: Final = 64  # of workers, one after the other, on one node
@@ -340,10 +340,6 @@ class Host(AbstractContextManager["Host"]):
         )
 
     @cached_property
-    def _log(self) -> LogLimit:
-        return LogLimit(logger.error)
-
-    @cached_property
     def _encoder(self) -> Encoder:
         return Encoder(_numel(self.params), self.threshold, dtype=self.params[0].dtype)
 
@@ -406,7 +402,7 @@ class Host(AbstractContextManager["Host"]):
                     self._take(peer, kind, payload)
             except (MessageError, struct.error) as error:
                 # Its worker keeps the gradient and waits; the others must not suffer.
-                self._log.log(peer, now_s(), "a message of %s is invalid: %s", peer.address, error)
+                _errors.log(peer, now_s(), "a message of %s is invalid: %s", peer.address, error)
             self._inbox.popleft()  # last: the call after an interrupted one takes it again
         return len(self._batch) >= self.gradients_per_step
 
@@ -436,7 +432,7 @@ class Host(AbstractContextManager["Host"]):
                     raise MessageError(f"{message.numel} elements for parameters of {numel}")
                 if reason := self._overflow_of(message):
                     text = "a gradient of %s goes back to it: %s"
-                    self._log.log(peer, now_s(), text, peer.address, reason)
+                    _errors.log(peer, now_s(), text, peer.address, reason)
                 if reason or self.version - version > self.max_staleness:
                     run.refused = number
                     self.refused += 1
@@ -586,7 +582,7 @@ class Host(AbstractContextManager["Host"]):
         # Also to those that are about to take part, and do not know their host yet.
         end = (self.node, None, _Kind.END, (), self._describe())
         if _publish(*end) is None:
-            self.node.drain(_DRAIN_S)
+            self.node.drain(5.0)
             _publish(*end)
 
     def close(self) -> None:
@@ -608,10 +604,12 @@ class _Channel:
 
     Attributes:
         sent: number of the last gradient that the transport has taken on this connection.
+        is_moving: whether a call is using it, or was interrupted.
     """
 
     def __init__(self, node: Node) -> None:
         self.sent = 0
+        self.is_moving = False
         self._slice_bytes = slice_bytes_of(node, _WHO)
         self._slicer = Slicer(node, _Kind.SLICE, lambda peer: peer, lambda _: self._slice_bytes)
         self._outgoing: Outgoing | None = None  # of which the transport has not taken all
@@ -769,6 +767,9 @@ class Worker(AbstractContextManager["Worker"]):
 
     def refresh(self, timeout_s: float = 0.0) -> int:
         """Take what the host has sent, wait up to ``timeout_s`` for some of it, and return the version."""
+        if self._channel.is_moving:
+            self._host = None  # what had come, or was leaving, may be lost: begin again
+        self._channel.is_moving = True
         self._note_joined()
         if time.monotonic() >= self._ask_at_s:
             self._ask_at_s = time.monotonic() + _RETRY_S
@@ -786,8 +787,7 @@ class Worker(AbstractContextManager["Worker"]):
                     if peer != self._host:
                         continue
                     self._ask_at_s = time.monotonic() + _RETRY_S
-                    whole = self._channel.add_slice(peer, payload)
-                    if whole is None:
+                    if (whole := self._channel.add_slice(peer, payload)) is None:
                         continue
                     kind, payload = whole
                 self._take(peer, kind, payload)
@@ -797,6 +797,7 @@ class Worker(AbstractContextManager["Worker"]):
         if self._model is not None:
             self.version = self._model.version
             self.is_finished = self.is_finished or self._model.is_finished
+        self._channel.is_moving = False
         return self.version
 
     def _note_joined(self) -> None:
