@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 import gradwire as gw
 from gradwire.exchange.membership import STEPS_AHEAD_MAX
-from gradwire.exchange.protocol import NodeRun
+from gradwire.exchange.protocol import TAG_NUMBERS, Kind, NodeRun
 
 from ..seeds import seeds
 from .cluster import Cluster, FakeNode, cluster, run_cluster
@@ -427,3 +427,70 @@ def test_the_last_updates_of_a_node_that_has_left_weigh_as_those_before(how: str
     put_in, *replicas = run_cluster(work, count=3 if how == "follow" else 2, seed=1)
     for params in replicas:
         np.testing.assert_array_equal(params, START + put_in / 2)
+
+
+def test_updates_that_wait_for_a_snapshot_weigh_as_at_the_members_that_have_sent_them() -> None:
+    """These do not count the newcomer, which has many of them where the snapshot takes long."""
+
+    def work(node: FakeNode, rank: int) -> Any:
+        encoder = gw.Encoder(NUMEL, gw.FixedThreshold(2.0**-6))
+        share = gw.Exchange(encoder, node, mode="async", min_peers=1, timeout_s=60.0)
+        params = START.copy()
+        if rank < 2:
+            for count in range(30):
+                share.step(update(rank, count), params)
+                node.cluster.compute(node, 0.2)
+            for _ in range(40):
+                share.catch_up(params)
+                node.cluster.compute(node, 0.2)
+            return params
+        publish = node.publish
+
+        def publish_and_pause(buffer: Any, tag: int = 0, to: Any = None) -> Any:
+            ticket = publish(buffer, tag, to)
+            if tag // TAG_NUMBERS == Kind.REQUEST:
+                node.cluster.compute(node, 6.0)
+            return ticket
+
+        node.cluster.compute(node, 3.0)
+        node.publish = publish_and_pause  # type: ignore[method-assign]
+        assert share.join(params).is_late
+        return params
+
+    first, second, newcomer = run_cluster(work, seed=1)
+    np.testing.assert_array_equal(first, second)
+    np.testing.assert_array_equal(newcomer, first)
+
+
+def test_updates_that_wait_for_a_snapshot_are_no_part_of_the_next_movement() -> None:
+    """It would count as far longer than the others'."""
+    update = np.full(NUMEL, 2.0**-8, np.float32)
+
+    def work(node: FakeNode, rank: int) -> int:
+        encoder = gw.Encoder(NUMEL, gw.FixedThreshold(2.0**-6), keeps_residual=False)
+        options: dict[str, Any] = {"mode": "async", "apply_residual": True, "limit_outliers": True}
+        share = gw.Exchange(encoder, node, min_peers=3, timeout_s=60.0, **options)
+        params = START.copy()
+        share.join(params)
+        publish = node.publish
+
+        def publish_and_pause(buffer: Any, tag: int = 0, to: Any = None) -> Any:
+            ticket = publish(buffer, tag, to)
+            if tag // TAG_NUMBERS == Kind.REQUEST:
+                node.cluster.compute(node, 2.0)
+            return ticket
+
+        node.publish = publish_and_pause  # type: ignore[method-assign]
+        shortened = 0
+        for count in range(30):
+            if rank == 2 and count == 8:
+                share.resync(params)
+            params += update
+            shortened += share.step_moved(params).shortened
+            node.cluster.compute(node, 0.1)
+        for _ in range(40):
+            share.catch_up(params)
+            node.cluster.compute(node, 0.1)
+        return shortened
+
+    assert run_cluster(work, count=4, seed=1) == [0] * 4

@@ -438,15 +438,13 @@ class Join:
             poll_s = max(0.0, min(clock.POLL_S, deadline_s - clock.now_s()))
             count += _follow_steps(self, poll_s, params, optimizer_state)
             if not self._options.is_sync and membership.phase is Phase.READY:
-                payloads = [messages for _, messages in membership.take_updates()]
-                latest = max(membership.positions.values(), default=0)
-                if payloads:
-                    self._replica.apply(payloads, params, nodes=len(membership.members))
+                if applied := _apply_arrived(self, params):
                     # It has no steps of its own: its number is that of the member which is furthest ahead.
+                    latest = max(membership.positions.values(), default=0)
                     self._replica.advance(params, max(self._replica.step, latest))
                     membership.reach_step(self._replica.step)
                 self._departure.remove_departed()
-                count += len(payloads)
+                count += applied
             if count or clock.now_s() >= deadline_s:
                 return count
 
@@ -490,6 +488,8 @@ class Join:
                 self._replica.take_back_unapplied(snapshot.finals, snapshot.accepted, snapshot.step)
                 self._load(snapshot, params, optimizer_state)
                 self._recipient.forget()
+                if self._membership.phase is Phase.IN:
+                    _apply_arrived(self, params)
 
     def _resume(self, params: Any, optimizer_state: NodeState) -> None:
         """Go on alone, for the others to join: load this node's own state as if it had come in a snapshot.
@@ -786,6 +786,18 @@ def _check_kept_updates(membership: Membership, recipient: Recipient) -> None:
             f"snapshot ({recipient.progress or 'nothing yet'}): its link does not carry the training; share "
             "with a lower density or a larger every"
         )
+
+
+def _apply_arrived(join: Join, params: Any) -> int:
+    """Apply the asynchronous members' updates that have arrived, before this node is one; return their number."""
+    # The members did not know this node when they sent these, and count no observer.
+    membership = join._membership
+    payloads = [messages for _, messages in membership.take_updates()]
+    if payloads:
+        # The parameters of a member may differ by what it has not sent.
+        is_member = membership.phase is Phase.IN
+        join._replica.apply(payloads, params, nodes=len(membership.members), has_moved=is_member)
+    return len(payloads)
 
 
 def _follow_steps(join: Join, timeout_s: float, params: Any, optimizer_state: NodeState) -> int:
