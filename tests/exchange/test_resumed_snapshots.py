@@ -275,6 +275,51 @@ def test_an_asynchronous_newcomer_goes_on_with_the_snapshot_of_a_donor_that_dies
 
 
 @pytest.mark.parametrize("seed", seeds(3))
+def test_updates_between_two_asynchronous_donors_weigh_as_at_the_members(seed: int) -> None:
+    """These have added them before the first donor died."""
+    steps = 20
+    have_stepped: set[int] = set()
+    params: dict[int, Any] = {}
+    shares_of: dict[int, gw.Exchange] = {}
+
+    def work(node: FakeNode) -> None:
+        share = shares_of[node.peer.id] = gw.Exchange(
+            gw.Encoder(NUMEL, THRESHOLD), node, mode="async", min_peers=1, timeout_s=60.0
+        )
+        rank = node.peer.id
+        params[rank] = np.zeros(NUMEL, np.float32)
+        if rank == 40:
+            assert share.join(params[rank]).is_late
+            return
+        for count in range(steps):
+            share.step(np.full(NUMEL, THRESHOLD * (1 + count % 2), np.float32), params[rank])
+            world.compute(node, 0.2)
+        while len(params) < 3 or not shares_of[40].next_step:
+            share.catch_up(params[rank])
+            have_stepped.add(rank)
+            world.compute(node, 0.2)
+
+    with cluster(seed) as world:
+        donors = {node_id: world.node(node_id) for node_id in (10, 20)}
+        for node in donors.values():
+            world.start(node, lambda node=node: work(node))
+        world.run(until=lambda: len(donors[10].updates) > 3)
+        late = world.node(40)
+        world.start(late, lambda: work(late))
+        world.run(until=lambda: 40 in shares_of)
+        recipient = shares_of[40]._join._recipient
+        world.run(until=lambda: recipient.arrived_bytes >= 8)
+        [donor] = [donors[run.id] for run in recipient.donors]
+        world.slow_links.add((donor.peer, late.peer))
+        world.run(until=lambda: len(have_stepped) == 2)
+        world.slow_links.clear()
+        world.kill(donor)
+        world.run()
+    [alive] = donors.keys() - {donor.peer.id}
+    np.testing.assert_allclose(params[40], params[alive], rtol=1e-6)
+
+
+@pytest.mark.parametrize("seed", seeds(3))
 @pytest.mark.parametrize("how", [WAYS["mean"], WAYS["sharded"]], ids=["mesh", "sharded"])
 def test_a_member_that_dies_or_comes_while_a_snapshot_travels_ends_with_identical_replicas(
     seed: int, how: Any

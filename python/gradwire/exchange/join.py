@@ -748,7 +748,8 @@ def _is_brought_up(
         recipient.forget()
         return False
     for payloads in steps:
-        nodes = len(payloads) if options.is_sync else len(after.positions)
+        # Asynchronous members have counted the donor until they noticed that it had died.
+        nodes = len(payloads) if options.is_sync else len(before.positions)
         exported = after.arrays[: after.params]
         add_to_exported(replica, payloads, exported, nodes=nodes, is_sharded=after.is_sharded)
     recipient.bring_up()
