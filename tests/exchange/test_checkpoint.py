@@ -16,6 +16,7 @@ import gradwire as gw
 from gradwire.exchange import redistribute
 from gradwire.exchange.checkpoint import params_of
 from gradwire.exchange.groups import Group
+from gradwire.exchange.owner import add_owner_state
 
 from .cluster import FakeNode, cluster, run_cluster
 
@@ -705,3 +706,52 @@ def test_asynchronous_nodes_that_saved_with_messages_on_their_way_begin_alike(
     assert ("checkpoints whose parameters differ" in caplog.text) == (not equalize)
     for _, _, ended in second:
         assert np.allclose(ended, second[0][2], atol=1e-5) == (equalize or ended is second[0][2])
+
+
+@pytest.mark.parametrize("topology", ["sharded", "mesh"])
+def test_the_sums_that_an_owner_had_kept_count_in_full_where_it_comes_late(topology: Any) -> None:
+    """They go into its residual, and from there to other owners, or in the mesh to all nodes."""
+
+    def share_of(node: FakeNode, topology: Any, peers: int) -> gw.Exchange:
+        encoder = gw.Encoder(NUMEL, gw.FixedThreshold(1.0))
+        return gw.Exchange(encoder, node, topology=topology, min_peers=peers, timeout_s=30.0)
+
+    def save(node: FakeNode, rank: int) -> dict[str, Any]:
+        share = share_of(node, "sharded", 2)
+        params = np.zeros(NUMEL, np.float32)
+        share.step(np.full(NUMEL, 1.0 if rank == 0 else 0.0, np.float32), params)
+        assert not params.any()  # the owners have all of it
+        return share.state_dict()
+
+    def resume(node: FakeNode, state: dict[str, Any]) -> None:
+        share = share_of(node, topology, 1)
+        share.load_state_dict(state)
+        params = np.zeros(NUMEL, np.float32)
+        share.join(params)
+        while share.next_step < 40:
+            share.step(np.zeros(NUMEL, np.float32), params)
+            node.cluster.compute(node, 0.1)
+        ends[node.peer.id] = params.copy(), share.state_dict()
+        share.leave(params)
+
+    states = run_cluster(save, seed=1)
+    kept = np.zeros(NUMEL)
+    add_owner_state(states[2]["owner"], [kept], 1.0)
+    ends: dict[int, tuple[NDArray[Any], dict[str, Any]]] = {}
+    with cluster(1) as world:
+
+        def begin(node_id: int, state: dict[str, Any]) -> None:
+            node = world.node(node_id)
+            world.start(node, lambda: resume(node, state))
+
+        begin(10, states[0])
+        begin(20, states[1])
+        world.plan(60, lambda: begin(30, states[2]))
+        world.run()
+    unsent = np.zeros(NUMEL)
+    for _, state in ends.values():
+        unsent += state["encoders"][0]["residual"] / 3
+        add_owner_state(state["owner"], [unsent], 1.0)
+    params, _ = ends[10]
+    assert kept.any()
+    np.testing.assert_allclose((params + unsent)[kept != 0], kept[kept != 0], rtol=1e-6)

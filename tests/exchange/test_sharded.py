@@ -605,7 +605,7 @@ def test_an_owner_s_residual_counts_for_every_member_of_a_mesh_that_is_joined_la
         newcomer = world.node(30)
         worker = world.start(newcomer, lambda: late(newcomer, state))
         world.run()
-    assert worker.result == [0.75 + 2 * 0.5, 0.25]
+    assert worker.result == [0.75 + 3 * 0.5, 0.25]  # two members and the newcomer
 
 
 class Refused(Trainer):

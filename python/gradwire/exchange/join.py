@@ -593,7 +593,7 @@ class Join:
         optimizer_state.load(_moved(snapshot.arrays, snapshot.params))
         replica.begin(
             snapshot.step,
-            len(snapshot.positions),
+            len(snapshot.positions) + 1,
             is_sharded=snapshot.is_sharded,
             accepted=snapshot.accepted,
         )

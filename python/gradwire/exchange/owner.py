@@ -675,7 +675,8 @@ class Sharding:
             for encoder, saved in zip(owner.groups.encoders, state["encoders"], strict=True):
                 encoder.load_state_dict(saved)
             return
-        self._put_back(part_of_state(state, self._run), self._count(self.senders))
+        # A node that comes late is no sender yet.
+        self._put_back(part_of_state(state, self._run), self._count({*self.senders, self._run}))
 
 
 def keep_part(arrived: Arrived, part: PartUpdate) -> None:

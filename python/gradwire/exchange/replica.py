@@ -156,7 +156,7 @@ class Replica(SharedCopy):
 
         Args:
             step: number of the next step.
-            nodes: that take part in the step.
+            nodes: that take part in the step, this one included.
             is_sharded: whether parameters have owners.
             accepted: of the member that gave the parameters.
         """
