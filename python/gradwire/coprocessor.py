@@ -37,14 +37,7 @@ from numpy.typing import NDArray
 from .arrays import Arrays, blocks, check_order, copies, layouts, put
 from .clock import LogLimit, now_s
 from .codec import Encoder
-from .errors import (
-    GradwireError,
-    MessageError,
-    Mismatch,
-    NonFiniteUpdate,
-    NotConnected,
-    WouldBlock,
-)
+from .errors import GradwireError, MessageError, Mismatch, NonFiniteUpdate, NotConnected, WouldBlock
 from .hosted import HostedModel, listed
 from .message import Message, apply, apply_many, decode, dense_message
 from .policy import as_number
@@ -71,6 +64,7 @@ _MESSAGE_BYTES: Final = 32 << 20  # most of a message; half of what a node takes
 _PART: Final = 1 << 22  # elements of a part of the parameters, between which the descent goes on
 _RETRY_S: Final = 1.0  # between two questions of a worker that hears nothing
 _TICK_S: Final = 0.01
+_DRAIN_S: Final = 5.0
 _WHO: Final = "a host or worker"
 _NUMBERS: Final = 1 << 63  # of gradients and versions
 _RUNS_MAX: Final = 64  # of workers, one after the other, on one node
@@ -582,7 +576,7 @@ class Host(AbstractContextManager["Host"]):
         # Also to those that are about to take part, and do not know their host yet.
         end = (self.node, None, _Kind.END, (), self._describe())
         if _publish(*end) is None:
-            self.node.drain(5.0)
+            self.node.drain(_DRAIN_S)
             _publish(*end)
 
     def close(self) -> None:
@@ -787,7 +781,8 @@ class Worker(AbstractContextManager["Worker"]):
                     if peer != self._host:
                         continue
                     self._ask_at_s = time.monotonic() + _RETRY_S
-                    if (whole := self._channel.add_slice(peer, payload)) is None:
+                    whole = self._channel.add_slice(peer, payload)
+                    if whole is None:
                         continue
                     kind, payload = whole
                 self._take(peer, kind, payload)
