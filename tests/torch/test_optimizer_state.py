@@ -258,6 +258,26 @@ def test_a_late_node_takes_over_the_flags_on_which_the_state_depends(
     assert late.param_groups[0]["foreach"] is False
 
 
+def test_a_late_node_s_state_has_the_layout_of_its_parameters_as_fused_optimizers_need() -> None:
+    values = torch.arange(24.0).reshape(2, 3, 2, 2)
+    params = [torch.nn.Parameter(values.clone(memory_format=torch.channels_last)) for _ in range(2)]
+    members, late = (torch.optim.AdamW([param], lr=0.1, fused=True) for param in params)
+    there, here = (
+        SharedState(optimizer, [Staging(param)], lambda: ({}, {}))
+        for optimizer, param in zip((members, late), params, strict=True)
+    )
+    for step in range(3):
+        for optimizer, param in zip((members, late)[: 1 if step < 2 else 2], params, strict=False):
+            param.grad = torch.randn(values.shape, generator=torch.Generator().manual_seed(step))
+            param.grad = param.grad.contiguous(memory_format=torch.channels_last)
+            optimizer.step()
+        if step == 1:
+            here.load(there.export())
+            with torch.no_grad():
+                params[1].copy_(params[0])
+    assert torch.equal(*params)
+
+
 def with_inference(make: Callable[[], Any]) -> Any:
     with torch.inference_mode():
         return make()

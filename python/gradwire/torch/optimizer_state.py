@@ -199,6 +199,11 @@ def _loaded(value: Any, param: Any, arrays: Arrays) -> Any:
     # Counters may be in host memory while parameters are on a device.
     if is_with_param:
         tensor = tensor.to(param.device)
+    local = None if param is None else local_of(param.detach())
+    # In the order of the parameter's memory, as of channels_last: fused optimisers take that for granted.
+    if local is not None and local.shape == tensor.shape and local.stride() != tensor.stride():
+        ordered = torch.empty_like(local, dtype=tensor.dtype, device=tensor.device)
+        tensor = ordered.copy_(tensor)
     if is_sharded and hasattr(param, "to_local"):
         from torch.distributed.tensor import DTensor
 
