@@ -413,7 +413,8 @@ def difference(minuend: Sequence[NDArray[Any]], subtrahend: Sequence[NDArray[Any
     if _are_on_device(minuend, subtrahend):
         differences: Arrays = _in_one_launch("sub", minuend, subtrahend)
         return differences
-    return [left - right for left, right in zip(minuend, subtrahend, strict=True)]
+    # Of arrays without dimensions NumPy returns numbers, which nothing can be added to in place.
+    return [np.asarray(left - right) for left, right in zip(minuend, subtrahend, strict=True)]
 
 
 def put_difference(

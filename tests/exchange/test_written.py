@@ -529,6 +529,21 @@ def test_what_is_noted_twice_before_an_exchange_loses_no_message(
         np.testing.assert_array_equal(shared, put_in + np.float32(0.125 * len(writes)))
 
 
+def test_what_is_noted_twice_in_an_array_without_dimensions_is_not_lost() -> None:
+    def work(node: FakeNode, rank: int) -> NDArray[np.float32]:
+        share = gw.Exchange(gw.Encoder(1, gw.FixedThreshold(1.0)), node, min_peers=1, every=3)
+        scale = np.zeros((), np.float32)
+        share.join(scale)
+        for _ in range(6):
+            if rank == 0:
+                scale += 1.0
+            share.step(np.zeros((), np.float32), scale)
+        share.leave(scale)
+        return share.shared(scale)[0]
+
+    assert [float(shared) for shared in run_cluster(work, count=2, seed=1)] == [3.0, 3.0]
+
+
 def test_what_is_remembered_of_small_tensors_is_as_small_as_they_are() -> None:
     params = [np.full(4, index, np.float32) for index in range(100)]
     marks = _fingerprint(params)
