@@ -204,6 +204,15 @@ def test_an_optimiser_is_judged_by_what_it_does(
     assert is_adaptive == (encoder.policy != default_policy(encoder.numel)) or size == 20
 
 
+def test_the_default_device_of_new_tensors_does_not_matter(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    optimizers = [make(model().parameters()) for make in (SignSGD, Logged)]
+    with torch.device("meta"):  # as torch.set_default_device sets it
+        assert [judge(each).is_adaptive for each in optimizers] == [True, False]
+    assert "could not be tried out" not in caplog.text
+
+
 def test_an_optimiser_that_cannot_be_tried_out_is_named(caplog: pytest.LogCaptureFixture) -> None:
     class Strange(torch.optim.Optimizer):  # type: ignore[misc]
         def step(self, _closure: Any = None) -> Any:

@@ -348,7 +348,9 @@ def _last_update(
 def _random_grads(
     params: list[torch.Tensor], generator: torch.Generator, size: float
 ) -> list[torch.Tensor]:
-    return [torch.randn(param.shape, generator=generator).to(param).mul_(size) for param in params]
+    # On the generator's device, whatever torch.set_default_device says.
+    drawn = (torch.randn(param.shape, generator=generator, device="cpu") for param in params)
+    return [values.to(param).mul_(size) for values, param in zip(drawn, params, strict=True)]
 
 
 def _movement(params: list[torch.Tensor], before: list[torch.Tensor]) -> torch.Tensor:
@@ -407,7 +409,7 @@ def _copy(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> Any:
             continue
         shape = [size if is_whole else min(size, _CROPPED) for size in param.shape]
         dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
-        values = torch.randn(shape, generator=generator).mul_(2.0**-6)
+        values = torch.randn(shape, generator=generator, device="cpu").mul_(2.0**-6)
         memo[id(param)] = torch.nn.Parameter(values.to(param.device, dtype))
         for tensor in _tensors(optimizer.state.get(param)):
             whole = tensor.detach()
