@@ -278,6 +278,37 @@ def test_gradients_accumulated_without_sync_are_sent_with_the_next(two_ranks: Ra
     assert torch.equal(-2.0 * params + first + second, expected_sum())
 
 
+def with_static_graph(rank: int, registers: bool) -> Any:
+    """Train a model of two dtypes, and go on from its checkpoint in a new DDP."""
+    model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 6).double())
+    model[0].register_forward_hook(lambda _module, _inputs, output: output.double())
+    saved = None
+    for _start in range(2):
+        ddp = DistributedDataParallel(model, static_graph=True, bucket_cap_mb=0.0001)
+        if registers:
+            state = register_threshold_hook(ddp, threshold=0.01)
+        else:
+            state = ThresholdState(parameters=model.named_parameters(), warmup_steps=0)
+            ddp.register_comm_hook(state, threshold_hook)
+        if saved is not None:
+            state.load_state_dict(saved)
+        for step in range(4):
+            inputs = torch.randn(5, 6, generator=torch.Generator().manual_seed(10 * rank + step))
+            ddp(inputs).sum().backward()
+            torch.optim.SGD(model.parameters(), lr=0.01).step()
+        saved = state.state_dict()
+    return torch.cat([param.detach().flatten().double() for param in model.parameters()])
+
+
+def test_a_first_step_whose_buckets_have_no_numbers_is_averaged_uncompressed(
+    two_ranks: Ranks,
+) -> None:
+    params, others = two_ranks.run(with_static_graph, True)
+    assert torch.equal(params, others)
+    with pytest.raises(RankFailed, match="register the hook by register_threshold_hook"):
+        two_ranks.run(with_static_graph, False)
+
+
 def infinite_in_the_middle(rank: int, place: int, with_it: bool) -> Any:
     """Train with or without a step whose gradient is infinite on rank 1 and large on both."""
     training = Training(rank)

@@ -379,7 +379,8 @@ class ThresholdState:
         gather = self._gather = self._gather or self._make_gather(buffer.device)
         if bucket.is_last():
             self._step += 1
-        if step < self.warmup_steps:
+        is_unnumbered = self._parameters.is_unnumbered(bucket.parameters(), bucket.is_last())
+        if is_unnumbered or step < self.warmup_steps:
             self._count(dense_steps=int(bucket.is_last()))
             return self._average_uncompressed(bucket)
         if self._worker is None:
@@ -468,6 +469,11 @@ class ThresholdState:
 
     def _exchange(self, job: _Job) -> None:
         if job.index == 0:
+            if self._jobs and set(self._jobs[0].parameters).isdisjoint(job.parameters):
+                raise GradwireError(
+                    "DDP's first step with static_graph=True does not tell its buckets apart, so it cannot be sent: "
+                    "register the hook by register_threshold_hook, which averages that step uncompressed"
+                )
             self._begin_step()
         if job.index != len(self._jobs):
             # The others cannot be applied without it, and their residuals must not lose what was sent.
@@ -669,6 +675,8 @@ def register_threshold_hook(
     if optimizer is not None:
         _check_optimizer(optimizer, state.momentum)
     _compare_options(state)
+    if model.static_graph:
+        state._parameters.expect_unnumbered()
     model.register_comm_hook(state, threshold_hook)
     return state
 

@@ -148,6 +148,8 @@ class ParameterStates:
         self._set_order(trained[::-1])
         self._make_encoder = make_encoder
         self._momentum = momentum
+        # What DDP's first step with static_graph has brought; None: there is none, or it is over.
+        self._unnumbered: set[torch.Tensor] | None = None
         self._states: dict[torch.Tensor, ParameterState] = {}
         self._loaded: dict[str, dict[str, Any]] = {}
         # Those of a copy, which buckets are still to bring.
@@ -191,6 +193,20 @@ class ParameterStates:
         self._is_named = True
         self._expected = deque(names)
         self._set_order(names)
+
+    def expect_unnumbered(self) -> None:
+        """Expect DDP's first step with static_graph: all its buckets have the number 0, and of several none is last."""
+        self._unnumbered = set()
+
+    def is_unnumbered(self, parameters: Sequence[torch.Tensor], is_last: bool) -> bool:
+        """Return whether a bucket of these parameters is of such a step."""
+        if self._unnumbered is None:
+            return False
+        if is_last or not self._unnumbered.isdisjoint(parameters):
+            self._unnumbered = None
+            return False
+        self._unnumbered.update(parameters)
+        return True
 
     def _next_name(self, parameter: torch.Tensor) -> str:
         if not self._expected or self._expected[0][1] != parameter.numel():
