@@ -630,3 +630,14 @@ def test_what_was_written_into_a_returned_state_is_older_than_what_is_loaded() -
     net.load_state_dict(before)
     train(net, optimizer, 0, range(6, 7))
     assert flat(net).abs().max() < 2.0
+
+
+def test_what_was_written_into_a_returned_state_outlives_an_evaluation() -> None:
+    net, optimizer = trained("SGD")
+    for tensor in net.state_dict().values():
+        tensor.fill_(5.0)
+    with optimizer.shared_parameters():
+        net.state_dict()
+    assert flat(net).eq(5.0).all()
+    train(net, optimizer, 0, range(6, 7))
+    assert flat(net).min() > 2.0

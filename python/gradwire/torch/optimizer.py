@@ -506,6 +506,7 @@ class SharedOptimizer(
         if self.has_ended or self._set_aside is not None:
             yield
             return
+        self.take_returned()  # or a state_dict() inside would, and its end revert it
         is_as_left = self._has_joined and self._marks.hold(self._tensors())
         self._set_aside = values = self._swap_shared()
         try:
@@ -818,8 +819,7 @@ class SharedOptimizer(
         half_dtypes = [
             staging.tensor.dtype if staging.is_rounded else None for staging in self._params
         ]
-        values = loaded.restore(self.exchange, params, half_dtypes)
-        self._local = values or ([], [])
+        self._local = loaded.restore(self.exchange, params, half_dtypes) or ([], [])
         self._set_values(self._local)
 
     # ---- one step -----------------------------------------------------------------------------------------------
