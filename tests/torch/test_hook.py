@@ -309,6 +309,17 @@ def test_a_first_step_whose_buckets_have_no_numbers_is_averaged_uncompressed(
         two_ranks.run(with_static_graph, False)
 
 
+def with_sparse_gradients(_rank: int) -> None:
+    ddp = DistributedDataParallel(torch.nn.Embedding(5, 2, sparse=True))
+    register_threshold_hook(ddp)
+    ddp(torch.tensor([1, 3])).sum().backward()
+
+
+def test_sparse_gradients_are_refused_in_the_first_step(two_ranks: Ranks) -> None:
+    with pytest.raises(RankFailed, match="the hook takes no sparse gradients"):
+        two_ranks.run(with_sparse_gradients)
+
+
 def infinite_in_the_middle(rank: int, place: int, with_it: bool) -> Any:
     """Train with or without a step whose gradient is infinite on rank 1 and large on both."""
     training = Training(rank)

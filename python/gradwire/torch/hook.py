@@ -375,6 +375,11 @@ class ThresholdState:
     def _start_bucket(self, bucket: dist.GradBucket) -> "torch.futures.Future[torch.Tensor]":
         """Start work on one bucket."""
         buffer = bucket.buffer()
+        if buffer.is_sparse:
+            raise ValueError(
+                "the hook takes no sparse gradients, as of nn.Embedding(sparse=True): make the layer with sparse=False "
+                "or use gradwire.torch.share(model, optimizer) without DistributedDataParallel, which takes them"
+            )
         step = self._step
         gather = self._gather = self._gather or self._make_gather(buffer.device)
         if bucket.is_last():
