@@ -21,6 +21,7 @@ import pytest
 from gradwire.cli import main
 from gradwire.cli.doctor import link, machine
 from gradwire.cli.doctor.machine import BUFFER_BYTES, Check
+from gradwire.cli.run import free_port
 from gradwire.errors import NotConnected, WouldBlock
 from gradwire.shared_memory import Usage
 from gradwire.transport import Node, SocketStats, Ticket, generate_secret, parse_secret
@@ -391,9 +392,7 @@ def test_a_link_that_drops_large_datagrams_ends_the_test_with_a_hint(
 @pytest.fixture
 def server() -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """A doctor that serves in a process of its own, and its address."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "gradwire", "doctor", "--serve", "--bind", address]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)

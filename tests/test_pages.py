@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import NamedTuple
 import pytest
 
 from gradwire.cli import compare, demo, doctor, estimate, info, run, secret, top
+from gradwire.cli.run import free_port
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -62,13 +62,6 @@ class Block(NamedTuple):
 
 def blocks_of(page: Path) -> list[Block]:
     return [Block(*found) for found in BLOCK.findall(page.read_text())]
-
-
-def free_port() -> int:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
 
 
 @pytest.fixture

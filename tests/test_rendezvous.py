@@ -320,9 +320,7 @@ def test_a_node_without_a_launcher_is_alone_and_needs_no_secret(
 def test_a_run_that_may_begin_with_any_number_is_found_by_the_ranks_that_come_late(
     environment: pytest.MonkeyPatch,
 ) -> None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as reserved:
-        reserved.bind(("127.0.0.1", 0))
-        port = str(reserved.getsockname()[1])
+    port = str(cli_run.free_port())
     alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", rendezvous.MIN_PEERS: "0"}
     for name, value in {
         **TORCHRUN,
@@ -397,9 +395,7 @@ def test_a_peer_that_can_never_connect_is_an_error_long_before_the_timeout(
     monkeypatch: pytest.MonkeyPatch, secret: bytes, node_id: int, match: str
 ) -> None:
     monkeypatch.setattr(node_module, "MISSING_LOG_S", 0.3)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as reserved:
-        reserved.bind(("127.0.0.1", 0))
-        other = f"127.0.0.1:{reserved.getsockname()[1]}"
+    other = f"127.0.0.1:{cli_run.free_port()}"
     # Another secret proves nothing about its sender, so it counts only from the address of an awaited peer.
     seeds = [other] if node_id else []
     with gw.Node("127.0.0.1:0", seeds, secret=bytes(range(32)), node_id=0) as one:
@@ -720,6 +716,16 @@ def test_an_impossible_grace_is_refused(grace: str, capsys: pytest.CaptureFixtur
         main(["run", "-n", "2", f"--grace={grace}", "train.py"])
     error = capsys.readouterr().err
     assert f"--grace: '{grace}' must be a number of seconds, 0 or more" in error
+
+
+def test_a_free_port_is_none_that_another_program_gets_meanwhile() -> None:
+    ports = {cli_run.free_port() for _ in range(50)}
+    assert len(ports) > 40
+    assert all(
+        20_000 <= port < 32_768 for port in ports
+    )  # Linux gives later ones, others even later
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
+        one.bind(("127.0.0.1", cli_run.free_port()))
 
 
 def test_too_many_workers_are_refused_before_memory_is_taken_for_them(

@@ -14,6 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 import gradwire as gw
+from gradwire.cli.run import free_port
 
 from ..seeds import seeds
 from .cluster import Cluster, FakeNode, cluster
@@ -460,8 +461,8 @@ def test_real_nodes_leave_a_process_of_the_run_before_alone() -> None:
         return first, float(params[0])
 
     with ThreadPoolExecutor(4) as pool:
-        old = make(0, "127.0.0.1:0")
-        address = old.address
+        address = f"127.0.0.1:{free_port()}"
+        old = make(0, address)
         leftover = make(1, address)
         dead = pool.submit(train, old, OLD, 5)
         left = pool.submit(train, leftover, OLD, 10_000_000)

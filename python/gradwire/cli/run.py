@@ -263,15 +263,18 @@ def _write(target: TextIO | None, text: str) -> bool:
 
 
 def free_port() -> int:
-    """Return a port that is free for UDP, which gradwire uses, and for TCP, which torch uses."""
+    """Return a port that is free for UDP, which gradwire uses, and for TCP, which torch uses.
+
+    Systems give none of these to a program that asks for any port, as other nodes do before it is bound.
+    """
     while True:
+        port = 20_000 + secrets.randbelow(12_000)
         with (
             socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp,
             socket.socket(socket.AF_INET, socket.SOCK_STREAM) as tcp,
         ):
-            udp.bind(("127.0.0.1", 0))
-            port = int(udp.getsockname()[1])
             try:
+                udp.bind(("127.0.0.1", port))
                 tcp.bind(("127.0.0.1", port))
             except OSError:
                 continue
