@@ -320,8 +320,8 @@ def test_a_peer_that_sends_has_the_time_to_say_that_nothing_arrives(
 ) -> None:
     """Where large datagrams are lost on the way back only, the peer alone knows it."""
     one, two = ends
-    monkeypatch.setattr(link, "ANSWER_S", 0.2)
-    monkeypatch.setattr(link, "STALL_S", 1.0)
+    monkeypatch.setattr(link, "ANSWER_S", 0.9)
+    monkeypatch.setattr(link, "STALL_S", 2.0)
     publish = Node.publish
 
     def lose_bulk(node: Node, payload: Any, tag: int = 0, **options: Any) -> Ticket:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import subprocess
@@ -152,6 +153,7 @@ def test_the_parameters_are_the_shared_ones_after_the_end(monkeypatch: pytest.Mo
 
 def test_arguments_that_are_refused_leave_no_node(monkeypatch: pytest.MonkeyPatch) -> None:
     alone(monkeypatch)
+    gc.collect()  # the files of other tests
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         with pytest.raises(TypeError):

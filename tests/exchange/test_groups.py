@@ -65,7 +65,7 @@ def test_many_small_tensors_are_divided_in_little_time() -> None:
     begin_s = time.process_time()
     [group] = gw.Groups.of(arrays).groups
     # 6 seconds if the set of dense ones were made again for every tensor.
-    assert time.process_time() - begin_s < 1.0
+    assert time.process_time() - begin_s < 2.0
     assert group.tensors == tuple(range(20_000))
 
 

@@ -132,7 +132,7 @@ def test_training_goes_on_while_a_node_with_another_secret_tries_to_connect(
         assert all(one.is_in.wait(60) for one in initial_members)
         other = Worker(stack, 2, addresses, secret=SECRET[::-1])
         with pytest.raises(TimeoutError) as caught:
-            other.train(goal, min_peers=1, timeout_s=1.0)
+            other.train(goal, min_peers=1, timeout_s=2.0)
         # Further than anybody gets while this is being set: else one may stop at a step that the other has begun.
         goal.step = max(one.step for one in initial_members) + 1_000
         for each in running:
