@@ -276,10 +276,10 @@ def test_a_hang_shorter_than_the_time_allowed_is_none(
     make_driver: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "gradwire.spark")
-    driver = make_driver(retries=0, timeout_s=2.0)
+    driver = make_driver(retries=0, timeout_s=3.0)
     with driver.attempt(0) as (watch, _):
         watch.note_start()
-        for _ in range(3):
+        for _ in range(4):
             with watch.busy():
                 time.sleep(1.0)
     assert driver.progress.failure is None
@@ -287,12 +287,12 @@ def test_a_hang_shorter_than_the_time_allowed_is_none(
 
 
 def test_a_wait_for_others_in_the_middle_of_a_block_is_no_hang(make_driver: Any) -> None:
-    driver = make_driver(retries=0, timeout_s=1.0)
+    driver = make_driver(retries=0, timeout_s=2.0)
     with driver.attempt(0) as (watch, _):
         watch.note_start()
         with watch.busy():
             watch.rest()
-            time.sleep(2.5)
+            time.sleep(3.5)
     assert driver.progress.failure is None
 
 
@@ -546,7 +546,7 @@ def test_slots_that_other_jobs_hold_are_waited_for_and_named_once(
     monkeypatch.setattr(session, "_BUSY_S", 0.1)
     spark = Slots(active_tasks, slots)
     with keeping_slots(spark, "the job's", 2, timeout_s=1000.0):  # type: ignore[arg-type]
-        assert not spark.cancelled.wait(0.5)
+        assert not spark.cancelled.wait(1.5)
     assert spark.running[1] == [18]  # Spark itself may end it
     told = "num_workers is 2, and other jobs hold some of the cluster's 4 slots: training begins when 2 are free"
     assert caplog.messages == [told] * is_told
@@ -561,5 +561,5 @@ def test_a_task_that_a_failed_attempt_has_left_does_not_hold_its_slot_for_ever(
     monkeypatch.setattr(session, "_LEFT_S", 0.1)
     spark = Slots(active_tasks, slots=2)
     with keeping_slots(spark, "the job's", 2, timeout_s=1000.0):  # type: ignore[arg-type]
-        assert not spark.cancelled.wait(0.5)
+        assert not spark.cancelled.wait(1.5)
     assert spark.running[1] == left
