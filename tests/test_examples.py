@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import re
 import signal
@@ -14,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from gradwire.cli.run import free_port
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 @pytest.fixture
-def addresses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Two loopback addresses whose ports the system says are free."""
-    monkeypatch.syspath_prepend(EXAMPLES)
-    found: list[str] = importlib.import_module("processes").free_addresses(2)
-    return found
+def addresses() -> list[str]:
+    """Two loopback addresses whose ports are free."""
+    return [f"127.0.0.1:{free_port()}" for _ in range(2)]
 
 
 def test_two_processes_fit_the_same_line(addresses: list[str]) -> None:
@@ -48,9 +47,11 @@ def test_two_processes_fit_the_same_line(addresses: list[str]) -> None:
         for command in commands
     ]
     outputs = [process.communicate(timeout=120) for process in processes]
-    # So little is computed that a step is mostly exchange, which every process is told once.
+    # So little is computed that a step is mostly exchange, which every process is told once. On a busy machine the
+    # second one starts seconds later.
+    late = r"(0 of 1 peers connected to .*\n|this node waits for the others: .*\n)*"
     for _, errors in outputs:
-        assert re.fullmatch(r"(gradwire takes \d+ % of a step \(.*\n)?", errors), errors
+        assert re.fullmatch(late + r"(gradwire takes \d+ % of a step \(.*\n)?", errors), errors
     first, second = (
         re.fullmatch(r"largest error (\S+), sent (\d+) bytes .* checksum (\d+)\n", text)
         for text, _ in outputs

@@ -210,7 +210,7 @@ def test_a_producer_that_missed_a_lost_connection_does_not_go_on(
     served: Feed, *, has_slot: bool
 ) -> None:
     """It was stopped, or busy, until the nodes had found each other again; its slot and its question are forgotten."""
-    limits = Limits(heartbeat_s=0.02, down_s=0.3, lag_s=0.01)
+    limits = Limits(heartbeat_s=0.02, down_s=1.0, lag_s=0.01)
     with (
         gw.Node("127.0.0.1:0", secret=SECRET, limits=limits) as here,
         gw.Node("127.0.0.1:0", [here.address], secret=SECRET, limits=limits) as there,

@@ -744,7 +744,7 @@ while True:
 
 
 def test_a_killed_process_is_lost_and_a_new_one_takes_its_place() -> None:
-    limits = Limits(heartbeat_s=0.05, down_s=0.5)
+    limits = Limits(heartbeat_s=0.05, down_s=1.0)
     with Node("127.0.0.1:0", secret=SECRET, limits=limits) as node:
         seen: list[Peer] = []
         for _ in range(2):
