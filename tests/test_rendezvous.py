@@ -721,9 +721,7 @@ def test_an_impossible_grace_is_refused(grace: str, capsys: pytest.CaptureFixtur
 def test_a_free_port_is_none_that_another_program_gets_meanwhile() -> None:
     ports = {cli_run.free_port() for _ in range(50)}
     assert len(ports) > 40
-    assert all(
-        20_000 <= port < 32_768 for port in ports
-    )  # Linux gives later ones, others even later
+    assert all(20_000 <= port < 32_768 for port in ports)  # Linux gives away those from there on
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
         one.bind(("127.0.0.1", cli_run.free_port()))
 

@@ -236,6 +236,7 @@ def test_an_optimiser_that_is_collected_leaves_the_shared_parameters(
         shared = fit(rank, net)
         return dict(net.named_parameters()), shared
 
+    gc.collect()  # those of other tests
     gc.disable()
     try:
         nets = run_together(work, 2)
