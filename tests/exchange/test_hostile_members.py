@@ -18,6 +18,7 @@ from gradwire.exchange.owner import Division
 from gradwire.exchange.protocol import (
     MESSAGE_MAGIC,
     TAG_NUMBERS,
+    CountedUpdate,
     Hello,
     Kind,
     NodeRun,
@@ -499,10 +500,16 @@ def test_parts_for_later_steps_are_bounded(caplog: pytest.LogCaptureFixture) -> 
 
 def test_a_signature_of_pairs_is_no_introduction() -> None:
     text = Hello({}, Phase.IN, 5, (), 6, 7, NodeRun(1, 1)).encode().decode()
-    changed = text.replace('"signature":{}', '"signature":[["versions",[14,1]],[1,2]]')
+    changed = text.replace('"signature":{}', '"signature":[["versions",[15,1]],[1,2]]')
     assert changed != text
     with pytest.raises(gw.MessageError, match="no object"):
         Hello.decode(payload(changed))
+
+
+@pytest.mark.parametrize("header", [b"", bytes(8), bytes(7) + b"\1"])
+def test_an_update_that_is_divided_by_no_nodes_or_too_many_is_refused(header: bytes) -> None:
+    with pytest.raises(gw.MessageError, match=r"divided by \d+ nodes"):
+        CountedUpdate.parse(memoryview(header))
 
 
 def test_notes_for_the_same_step_take_no_more_memory_than_one() -> None:

@@ -438,13 +438,15 @@ class Join:
             poll_s = max(0.0, min(clock.POLL_S, deadline_s - clock.now_s()))
             count += _follow_steps(self, poll_s, params, optimizer_state)
             if not self._options.is_sync and membership.phase is Phase.READY:
-                if applied := _apply_arrived(self, params):
+                payloads = [messages for _, messages in membership.take_updates()]
+                latest = max(membership.positions.values(), default=0)
+                self._departure.remove_departed()
+                if payloads:
+                    self._replica.apply(payloads, params)
                     # It has no steps of its own: its number is that of the member which is furthest ahead.
-                    latest = max(membership.positions.values(), default=0)
                     self._replica.advance(params, max(self._replica.step, latest))
                     membership.reach_step(self._replica.step)
-                self._departure.remove_departed()
-                count += applied
+                count += len(payloads)
             if count or clock.now_s() >= deadline_s:
                 return count
 
@@ -460,7 +462,7 @@ class Join:
         updates = self._membership.take_updates(self._replica.step)
         updates.sort(key=itemgetter(0))
         payloads = [messages for _, messages in updates]
-        self._replica.apply(payloads, params, nodes=len(payloads))
+        self._replica.apply(payloads, params)
         self.finish_step([run for run, _ in updates])
         self._replica.advance(params)
         self._on_follow(params)
@@ -473,7 +475,7 @@ class Join:
             self._resume(params, optimizer_state)
         elif not self._recipient.is_asked:
             self._ask(members, params)
-        elif _is_brought_up(self._recipient, self._membership, self._replica, self._options) and (
+        elif _is_brought_up(self._recipient, self._membership, self._replica) and (
             snapshot := self._recipient.take()
         ):
             if not self._options.is_sync:
@@ -488,8 +490,6 @@ class Join:
                 self._replica.take_back_unapplied(snapshot.finals, snapshot.accepted, snapshot.step)
                 self._load(snapshot, params, optimizer_state)
                 self._recipient.forget()
-                if self._membership.phase is Phase.IN:
-                    _apply_arrived(self, params)
 
     def _resume(self, params: Any, optimizer_state: NodeState) -> None:
         """Go on alone, for the others to join: load this node's own state as if it had come in a snapshot.
@@ -701,9 +701,7 @@ def _steps_to_go_on(
     return steps
 
 
-def _is_brought_up(
-    recipient: Recipient, membership: Membership, replica: Replica, options: Options
-) -> bool:
+def _is_brought_up(recipient: Recipient, membership: Membership, replica: Replica) -> bool:
     """Bring what a dead donor had sent up to the snapshot that goes on with it; return whether nothing is left to do.
 
     The dead donor's values are of an earlier step. The updates in between have come to this node, as they have to all
@@ -748,10 +746,8 @@ def _is_brought_up(
         recipient.forget()
         return False
     for payloads in steps:
-        # Asynchronous members have counted the donor until they noticed that it had died.
-        nodes = len(payloads) if options.is_sync else len(before.positions)
         exported = after.arrays[: after.params]
-        add_to_exported(replica, payloads, exported, nodes=nodes, is_sharded=after.is_sharded)
+        add_to_exported(replica, payloads, exported, is_sharded=after.is_sharded)
     recipient.bring_up()
     return True
 
@@ -787,18 +783,6 @@ def _check_kept_updates(membership: Membership, recipient: Recipient) -> None:
             f"snapshot ({recipient.progress or 'nothing yet'}): its link does not carry the training; share "
             "with a lower density or a larger every"
         )
-
-
-def _apply_arrived(join: Join, params: Any) -> int:
-    """Apply the asynchronous members' updates that have arrived, before this node is one; return their number."""
-    # The members did not know this node when they sent these, and count no observer.
-    membership = join._membership
-    payloads = [messages for _, messages in membership.take_updates()]
-    if payloads:
-        # The parameters of a member may differ by what it has not sent.
-        is_member = membership.phase is Phase.IN
-        join._replica.apply(payloads, params, nodes=len(membership.members), has_moved=is_member)
-    return len(payloads)
 
 
 def _follow_steps(join: Join, timeout_s: float, params: Any, optimizer_state: NodeState) -> int:

@@ -29,6 +29,7 @@ __all__ = [
     "STEP_S_MAX",
     "TAG_NUMBERS",
     "VERSIONS",
+    "CountedUpdate",
     "Hello",
     "Introductions",
     "Kind",
@@ -51,7 +52,7 @@ __all__ = [
 
 _LOG = logging.getLogger(__name__)
 
-VERSIONS = [14, 1]  # of this protocol, and of docs/message-format.md
+VERSIONS = [15, 1]  # of this protocol, and of docs/message-format.md
 
 TAG_NUMBERS = 1 << 56  # ``divmod(tag, TAG_NUMBERS)`` is kind and number
 _RELAY = struct.Struct("<QQQ")
@@ -66,6 +67,7 @@ _REASONS = {
 }
 STEP_S_MAX = 86_400.0  # between two exchanges
 _NAMED_MAX = 5
+_NODES_MAX = 1 << 32
 _LISTED_MAX = 4  # longer lists are described by their first difference
 _Document = TypeVar("_Document")
 
@@ -116,7 +118,37 @@ def run_of(peer: Peer) -> NodeRun:
     return NodeRun(peer.id, peer.incarnation)
 
 
-# ---- parts of updates ------------------------------------------------------------------------------------------------
+# ---- updates ---------------------------------------------------------------------------------------------------------
+
+_COUNT = struct.Struct("<Q")  # keeps the messages aligned
+
+
+class CountedUpdate(list[Message]):
+    """A whole update in the asynchronous exchange: a message for every group.
+
+    Nodes that hear of a newcomer, or that one has gone, at different times still add the same.
+
+    Attributes:
+        nodes: number of nodes by which all divide the update where they take the mean, as its sender counts them.
+    """
+
+    def __init__(self, messages: Iterable[Message], nodes: int) -> None:
+        super().__init__(messages)
+        self.nodes = nodes
+
+    @property
+    def header(self) -> bytes:
+        """What goes before the messages."""
+        return _COUNT.pack(self.nodes)
+
+    @staticmethod
+    def parse(payload: memoryview) -> CountedUpdate:
+        """Return the update in a payload; raise `MessageError` if the bytes are none."""
+        nodes = int.from_bytes(payload[: _COUNT.size], "little")
+        if not 0 < nodes < _NODES_MAX:
+            raise MessageError(f"an asynchronous update that is to be divided by {nodes} nodes")
+        return CountedUpdate(parse_many(payload[_COUNT.size :]), nodes)
+
 
 # Number of parts, index of this one, number of senders that follow, whether the sender leaves.
 _PART_HEADER = struct.Struct("<HHHH")

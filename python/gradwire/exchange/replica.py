@@ -33,7 +33,7 @@ from .parameters import (
     check_layouts,
     moved_since,
 )
-from .protocol import MESSAGE_MAGIC, NodeRun, PartUpdate, run_of
+from .protocol import MESSAGE_MAGIC, CountedUpdate, NodeRun, PartUpdate, run_of
 
 __all__ = ["Replica", "StepUpdate", "add_to_exported", "check_params", "drop_outdated"]
 
@@ -81,6 +81,12 @@ class StepUpdate:
         self.messages = result
         self.payload = result.pieces()
 
+    def count(self, nodes: int) -> None:
+        """Set by how many nodes all divide the update, in the asynchronous exchange."""
+        counted = CountedUpdate(self.messages, nodes)
+        self.messages = counted
+        self.payload = [counted.header, *self.payload]
+
     def withdraw_result(self) -> None:
         """Return to the time before the result was encoded."""
         self.messages = []
@@ -89,7 +95,7 @@ class StepUpdate:
     def move_to_host(self) -> None:
         """Keep the messages for members that may miss them, and nothing else: memory of a device is too precious."""
         if self.sharded is None:  # an owner's are in host memory
-            self.messages[:] = self.payload
+            self.messages[:] = self.payload[len(self.payload) - len(self.messages) :]
         self.payload = []
 
     def set_ticket(self, ticket: Ticket | None) -> None:
@@ -326,7 +332,10 @@ class Replica(SharedCopy):
     def parse(self, sender: NodeRun, step: int, payload: memoryview) -> list[Message]:
         """Return the messages of a node's update; raise `MessageError` if they do not fit these groups."""
         messages: list[Message]
-        if payload[: len(MESSAGE_MAGIC)] == MESSAGE_MAGIC:
+        if not self._options.is_sync:
+            messages = CountedUpdate.parse(payload)
+            expected = self._sizes
+        elif payload[: len(MESSAGE_MAGIC)] == MESSAGE_MAGIC:
             messages = parse_many(payload)
             expected = self._sizes
         else:
@@ -343,7 +352,6 @@ class Replica(SharedCopy):
         payloads: Payloads,
         params: Any,
         *,
-        nodes: int,
         update: StepUpdate | None = None,
         has_moved: bool = False,
     ) -> None:
@@ -352,7 +360,6 @@ class Replica(SharedCopy):
         Args:
             payloads: for every node one message for every group, in order; or the owners' results.
             params: the caller's.
-            nodes: number of nodes of which the mean is taken, with any that is gone but has sent some of these.
             update: this node's update, which the caller's parameters hold already with ``apply_residual``.
             has_moved: whether the caller's parameters differ from the shared ones by local steps, which stay.
 
@@ -363,11 +370,10 @@ class Replica(SharedCopy):
         for payload in payloads:
             if isinstance(payload, PartUpdate) != (self.sharding is not None):
                 raise MessageError("a whole update in the sharded exchange, or a part in the mesh")
-        divisor = nodes if self._options.reduction == "mean" else 1
         if self.shared:
-            self._add_to_shared(payloads, params, divisor, update, has_moved=has_moved)
+            self._add_to_shared(payloads, params, update, has_moved=has_moved)
         else:
-            self._add(payloads, params, divisor)
+            self._add(payloads, params)
         if self.sharding is not None:
             self.sharding.settle(cast("Sequence[PartUpdate]", payloads), self.step)
 
@@ -405,7 +411,6 @@ class Replica(SharedCopy):
         self,
         payloads: Payloads,
         params: Any,
-        divisor: int,
         update: StepUpdate | None,
         *,
         has_moved: bool,
@@ -418,7 +423,7 @@ class Replica(SharedCopy):
                 messages = update.messages
                 held = next(index for index, payload in enumerate(payloads) if payload is messages)
             moved = moved_since(self._sample, targets) if has_moved else None
-            self._add(payloads, self.shared, divisor, SecondTarget(targets, held))
+            self._add(payloads, self.shared, SecondTarget(targets, held))
             if self.sharding is not None and update is not None:
                 # The parts that the parameters hold went to the owners, and come back in the results.
                 self._add_update_to_params(update, targets, -1.0)
@@ -428,19 +433,20 @@ class Replica(SharedCopy):
             return
         # Local steps that the caller has taken meanwhile (``overlap``) stay on top of what arrives.
         local = difference(targets, self.shared) if has_moved else []
-        self._add(payloads, self.shared, divisor)
+        self._add(payloads, self.shared)
         put(targets, self.shared)
         if has_moved:
             add(targets, local)
 
-    def _add(
-        self, payloads: Payloads, params: Any, divisor: int, second: SecondTarget | None = None
-    ) -> None:
-        if self.sharding is None:
+    def _add(self, payloads: Payloads, params: Any, second: SecondTarget | None = None) -> None:
+        if self.sharding is not None:
+            results = cast("Sequence[PartUpdate]", payloads)
+            self.total.add_results(partial(self._division.add_results, results), params, second)
+        elif self._options.mode == "sync":
+            divisor = len(payloads) if self._options.reduction == "mean" else 1
             self.total.add_payloads(payloads, params, divisor, second)
-            return
-        results = cast("Sequence[PartUpdate]", payloads)
-        self.total.add_results(partial(self._division.add_results, results), params, second)
+        else:
+            _add_counted(self.total, payloads, params, self._options, second)
 
     def finish_step(self, update: StepUpdate, params: Any) -> None:
         """Keep a finished update a little longer, in host memory, and advance to the next step."""
@@ -606,16 +612,32 @@ def drop_outdated(replica: Replica, positions: Mapping[NodeRun, int], params: An
 
 
 def add_to_exported(
-    replica: Replica, payloads: Payloads, exported: Arrays, *, nodes: int, is_sharded: bool
+    replica: Replica, payloads: Payloads, exported: Arrays, *, is_sharded: bool
 ) -> None:
     """Add a step's updates to what another node's ``export_state`` has returned, as that node adds them."""
     total, params = replica.total.at(exported)
     if is_sharded:
         results = cast("Sequence[PartUpdate]", payloads)
         total.add_results(partial(replica._division.add_results, results), params, None)
-    else:
-        divisor = nodes if replica._options.reduction == "mean" else 1
+    elif replica._options.mode == "sync":
+        divisor = len(payloads) if replica._options.reduction == "mean" else 1
         total.add_payloads(payloads, params, divisor)
+    else:
+        _add_counted(total, payloads, params, replica._options)
+
+
+def _add_counted(
+    total: PlainSum,
+    payloads: Payloads,
+    params: Any,
+    options: Options,
+    second: SecondTarget | None = None,
+) -> None:
+    """Add asynchronous updates, each divided as it says."""
+    is_mean = options.reduction == "mean"
+    for index, payload in enumerate(cast("Sequence[CountedUpdate]", payloads)):
+        target = second and SecondTarget(second.params, 0 if index == second.held else None)
+        total.add_payloads([payload], params, payload.nodes if is_mean else 1, target)
 
 
 def _check(messages: Sequence[Message], expected: Sequence[tuple[int, int]]) -> None:

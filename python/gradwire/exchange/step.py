@@ -21,7 +21,7 @@ from .membership import Membership, Router, Updates
 from .notes import Notes
 from .options import Options
 from .parameters import Payloads
-from .protocol import NodeRun, Phase
+from .protocol import CountedUpdate, NodeRun, Phase
 from .replica import Replica, StepUpdate
 from .results import StepResult
 from .snapshot import NodeState
@@ -184,10 +184,10 @@ class Step:
         self._join.ensure_member(params, optimizer_state)
         self._join.poll(timeout_s)
         payloads = [messages for _, messages in membership.take_updates()]
+        self._departure.remove_departed()
         if payloads:
             self._replica.share_written(params)
-            self._replica.apply(payloads, params, nodes=len(membership.members) + 1, has_moved=True)
-        self._departure.remove_departed()
+            self._replica.apply(payloads, params, has_moved=True)
         self._join.serve(params, optimizer_state)
         self._replica.remember(params)
         return len(payloads)
@@ -323,6 +323,8 @@ class Step:
             self._router.greet()
             written = self._replica.written
             self._notes.send(pending.step, "" if written is None else written.digest)
+            if not (self._is_sync or isinstance(pending.messages, CountedUpdate)):
+                pending.count(len(self._membership.peers) + 1)
             pending.set_ticket(self._router.publish_update(pending.step, pending.payload))
         except TooLarge:
             self._replica.take_back(pending)
@@ -410,13 +412,7 @@ class Step:
             pending, [run for run, _ in others], payloads, params, has_moved=has_moved
         )
         if not is_replaced:
-            replica.apply(
-                payloads,
-                params,
-                nodes=len(in_order) if self._is_sync else len(membership.members) + 1,
-                update=pending,
-                has_moved=has_moved,
-            )
+            replica.apply(payloads, params, update=pending, has_moved=has_moved)
         if self._is_sync:
             self._join.finish_step([run for run, _ in others])
         else:
