@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import gradwire as gw
 from gradwire import reference
 from gradwire.errors import MessageError, NonFiniteUpdate
 from gradwire.policy import (
@@ -245,6 +246,15 @@ def test_an_encode_without_update_sends_values_that_the_caller_added() -> None:
     ours.residual += update
     assert ours.encode() == theirs.encode(update)
     assert ours.residual.tobytes() == theirs.residual.tobytes()
+
+
+def test_an_encode_without_update_leaves_a_negative_zero() -> None:
+    residual = np.float32([-0.0, 0.25])
+    encoders = [ReferenceEncoder(2, FixedThreshold(0.5)), gw.Encoder(2, 0.5)]
+    for encoder in encoders:
+        encoder.residual[:] = residual
+        encoder.encode()
+        assert encoder.residual.tobytes() == residual.tobytes()
 
 
 def test_a_non_finite_update_leaves_its_finite_part_and_sends_nothing() -> None:

@@ -547,7 +547,7 @@ class ReferenceEncoder:
         added = np.zeros_like(self.residual)
         added[:] = 0.0 if update is None else update
         with np.errstate(over="ignore", invalid="ignore"):
-            total = self.residual + added
+            total = self.residual.copy() if update is None else self.residual + added  # keeps -0.0
         bad = np.flatnonzero(~np.isfinite(total))
         for index in bad:
             finite = [part[index] for part in (self.residual, added) if np.isfinite(part[index])]
