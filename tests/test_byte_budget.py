@@ -291,6 +291,13 @@ def test_small_arrays_and_explicit_budgets_have_no_limit_of_a_density() -> None:
     assert message.nbytes <= 10_000
 
 
+def test_a_budget_may_be_larger_than_any_message() -> None:
+    update = np.ones(4, np.float32)
+    for max_bytes in (2**64, 10**30):
+        assert gw.Encoder(4, 1.0).encode(update, max_bytes=max_bytes).count == 4
+        gw.Encoder(4, gw.TargetBytes(max_bytes)).encode(update)
+
+
 def test_the_budgets_of_many_encoders_are_computed_once() -> None:
     encoders = [gw.Encoder(1_000 + i, gw.TargetBytes(300)) for i in range(500)]
     for encoder in encoders:

@@ -45,6 +45,8 @@ from .state import EncoderState, check_flag, check_range
 __all__ = ["Encoder", "EncoderStats", "backends"]
 
 _MAX_NUMEL = 2**48
+# A larger limit would not fit into the core's integer, and no message is as large.
+_MAX_BYTES = 2**63
 _STEP_MASK = 2**32 - 1
 _FLAG_SHAKEUP = 1
 
@@ -126,7 +128,8 @@ class ThresholdRule:
         if dense or not limits:
             return 0, numel
         parts = 1 if partition is None else partition.parts
-        return min(limits), most_changed(min(limits), numel, parts)
+        limit = min(*limits, _MAX_BYTES)
+        return limit, most_changed(limit, numel, parts)
 
 
 class ThresholdMemory:
