@@ -935,6 +935,18 @@ def test_a_copy_of_an_encoder_goes_on_where_the_original_was(policy: Any, how: s
     assert not np.shares_memory(copied.residual, encoder.residual)
 
 
+@pytest.mark.parametrize("how", ["pickle", "deepcopy"])
+def test_a_copy_of_an_encoder_has_a_residual_only_where_the_original_has(how: str) -> None:
+    encoder = gw.Encoder(4, 1.0, keeps_residual=False)
+    for has_residual in (False, True):
+        if has_residual:
+            encoder.make_residual()
+        copied = (
+            copy.deepcopy(encoder) if how == "deepcopy" else pickle.loads(pickle.dumps(encoder))
+        )
+        assert copied.has_residual == has_residual
+
+
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("parts", [1, 3])

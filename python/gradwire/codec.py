@@ -611,7 +611,7 @@ class Encoder:
         names = ("shakeup", "clip", "dtype", "key", "on_nonfinite", "threads", "keeps_residual")
         options = {name: getattr(self, name) for name in names}
         options |= {"threshold": self.policy, "device": str(self.device)}
-        return _restored, (self.numel, options, self.state_dict())
+        return _restored, (self.numel, options, self.state_dict(), self.has_residual)
 
     def __repr__(self) -> str:
         return (
@@ -667,9 +667,13 @@ class Encoder:
         self._step += 1  # last: a step that is interrupted does not count
 
 
-def _restored(numel: int, options: dict[str, Any], state: dict[str, Any]) -> Encoder:
+def _restored(
+    numel: int, options: dict[str, Any], state: dict[str, Any], has_residual: bool
+) -> Encoder:
     encoder = Encoder(numel, **options)
     encoder.load_state_dict(state)
+    if not has_residual:
+        encoder.drop_residual()
     return encoder
 
 
