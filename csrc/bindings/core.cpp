@@ -141,10 +141,10 @@ class PyEncoder {
 
     template <class F>
     Encoded with_input(const py::object& update, const py::object& before, F f) {
+        const Exclusive exclusive(busy_);  // while arrays lend their memory, other threads of Python run
         if (before.is_none() && !encoder_.residual())
             throw py::value_error("an encoder without a residual encodes differences only");
         if (update.is_none() && before.is_none()) {
-            const Exclusive exclusive(busy_);
             const ReleasedGil release;
             return f(Input{});
         }
@@ -169,7 +169,6 @@ class PyEncoder {
     Encoded with_arrays(const HostArrays& update, const HostArrays* before, F f) {
         const std::vector<ConstArray> values = update.updates();
         const std::vector<ConstArray> earlier = before ? before->updates() : std::vector<ConstArray>{};
-        const Exclusive exclusive(busy_);
         const ReleasedGil release;
         return f(Input{&values, before ? &earlier : nullptr});
     }

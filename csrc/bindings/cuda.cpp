@@ -182,6 +182,7 @@ class PyEncoder {
         const Partition parts = partition.is_none() ? undivided(encoder_.numel()) : partition_of(partition);
         std::vector<ConstArray> updates;
         std::unique_ptr<DeviceArrays> arrays;
+        const Exclusive exclusive(busy_);
         if (encoder_.numel() > 0 && !encoder_.residual())
             throw py::value_error("an encoder on a device needs memory for a residual");
         if (!update.is_none()) {
@@ -189,7 +190,6 @@ class PyEncoder {
             arrays->require_update(encoder_.residual(), encoder_.numel(), encoder_.dtype());
             updates = arrays->updates();
         }
-        const Exclusive exclusive(busy_);
         py::list encoded;
         std::vector<MessageBuffer*> to(parts.parts);
         for (uint64_t i = 0; i < parts.parts; ++i) {

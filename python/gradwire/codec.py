@@ -372,8 +372,8 @@ class Encoder:
     def drop_residual(self) -> None:
         """Free the residual if it is not kept; arrays that were taken of it have its last values."""
         if not self.keeps_residual:
-            self._residual = None
             self._core.drop_residual()
+            self._residual = None
 
     @property
     def device_number(self) -> int:
