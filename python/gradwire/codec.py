@@ -309,7 +309,7 @@ class Encoder:
             raise ValueError(f'on_nonfinite must be "raise" or "skip", got {on_nonfinite!r}')
         if not self._devices.fullmatch(str(device)):
             raise ValueError(f'device must be "cpu", "cuda" or "cuda:<number>", got {device!r}')
-        self.dtype = _dtype_of_residual(dtype)
+        self.dtype = dtype_of_residual(dtype)
         self.keeps_residual = check_flag("keeps_residual", keeps_residual)
         # What these take out of the residual would be in the difference again.
         if not keeps_residual and (clip is not None or on_nonfinite == "skip"):
@@ -739,7 +739,7 @@ def backends() -> list[str]:
     return [*_core.usable_isas(), *([] if cuda_problem() else ["cuda"])]
 
 
-def _dtype_of_residual(dtype: Any) -> str:
+def dtype_of_residual(dtype: Any) -> str:
     """Return the name of the residual's dtype.
 
     Raises:

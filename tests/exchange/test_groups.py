@@ -299,6 +299,12 @@ def test_a_budget_too_small_for_so_many_groups_is_refused_with_the_numbers() -> 
         gw.Groups.of(model(*[(100, 100)] * 20), gw.TargetBytes(500))
 
 
+@pytest.mark.parametrize("dtype", ["float64", "f8", float, np.float64, np.dtype("float64")])
+def test_a_budget_takes_every_name_of_a_dtype(dtype: Any) -> None:
+    groups = gw.Groups.of([np.zeros((200, 200)), np.zeros(200)], gw.TargetBytes(9_000), dtype=dtype)
+    assert [group.encoder.dtype for group in groups.groups] == ["float64", "float64"]
+
+
 def test_groups_with_policies_of_their_own_count_in_a_budget() -> None:
     params = model((300, 200), (50, 60))
     update = [np.random.default_rng(0).standard_normal(each.shape, np.float32) for each in params]

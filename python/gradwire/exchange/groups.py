@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from .. import _core
 from ..arrays import check_arrays, device_of
-from ..codec import Encoder
+from ..codec import Encoder, dtype_of_residual
 from ..errors import NonFiniteUpdate
 from ..message import Message, apply, max_message_bytes
 from ..partition import Partition
@@ -174,7 +174,7 @@ class Groups:
             sizes_of_budget = [
                 sizes[index] for key, index in enumerate(coded) if key not in policies
             ]
-            dtype = str(encoder_options.get("dtype", "float32"))
+            dtype = dtype_of_residual(encoder_options.get("dtype", "float32"))
             dense_bytes = max_message_bytes(dense_numel, True, dtype) if dense else 0
             is_dense = dense_bytes <= threshold.max_bytes_per_step // 4
             left = threshold.max_bytes_per_step - (dense_bytes if is_dense else 0)
