@@ -446,6 +446,13 @@ def test_nothing_is_applied_from_no_messages() -> None:
     assert (target == 1).all()
 
 
+@pytest.mark.parametrize("true", [1, 2, 128, 255])
+def test_every_byte_of_numpy_s_true_is_a_minus(true: int) -> None:
+    negative = np.array([true, 0, true, 0], np.uint8).view(np.bool_)
+    message = gw.Message.from_entries(np.arange(4), negative, numel=4, threshold=1.0)
+    assert gw.decode(message).tolist() == [-1.0, 1.0, -1.0, 1.0]
+
+
 # --- sizes beyond memory --------------------------------------------------------------------------
 
 

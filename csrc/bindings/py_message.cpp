@@ -88,6 +88,7 @@ Message from_entries(const Positions& positions, const Signs& negative, uint64_t
         throw py::value_error("positions and negative must be one-dimensional and of one length, not " +
                               std::to_string(positions.size()) + " and " + std::to_string(negative.size()));
     if (numel > kMaxNumel) throw py::value_error("numel is " + std::to_string(numel) + ", must be at most 2^48");
+    const auto* minus = reinterpret_cast<const uint8_t*>(negative.data());  // any byte but 0 is NumPy's True
     std::vector<MaskWord> words;
     int64_t before = -1;
     for (py::ssize_t i = 0; i < positions.size(); ++i) {
@@ -99,7 +100,7 @@ Message from_entries(const Positions& positions, const Signs& negative, uint64_t
         const auto at = static_cast<uint64_t>(position);
         if (words.empty() || words.back().index != at / 64) words.push_back({at / 64, 0, 0});
         words.back().changed |= uint64_t{1} << (at % 64);
-        words.back().negative |= uint64_t{negative.data()[i]} << (at % 64);
+        words.back().negative |= uint64_t{minus[i] != 0} << (at % 64);
     }
     return Message(TernaryEncoder().encode(words.data(), words.size(), static_cast<uint64_t>(positions.size()),
                                            header_for(numel, threshold, key, step, shakeup)));
