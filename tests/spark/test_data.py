@@ -117,6 +117,23 @@ def test_thousands_of_columns_are_looked_up_in_one_schema(monkeypatch: pytest.Mo
         column_for("features", frame, ["cd"])
 
 
+def test_a_vector_that_is_null_stays_null(session: Any) -> None:
+    """So that the error names its row and column; Spark's function for vectors only says that it got null."""
+    linalg = pytest.importorskip("pyspark.ml.linalg", reason="pyspark is not installed")
+
+    vectors = [linalg.Vectors.dense([1.0, 2.0]), None, linalg.Vectors.sparse(2, {1: 3.0})]
+    frame = session.createDataFrame([(vector,) for vector in vectors], ["vector"]).coalesce(1)
+    rows = frame.select(column_for("features", frame, "vector")).collect()
+    assert [row[0] for row in rows] == [[1.0, 2.0], None, [0.0, 3.0]]
+
+
+def test_an_interval_is_no_number(session: Any) -> None:
+    frame = session.sql("select interval '3' day as days, array(interval '3' day) as several")
+    for name in frame.columns:
+        with pytest.raises(TypeError, match=rf"column '{name}', for label, has type .*interval"):
+            column_for("label", frame, name)
+
+
 def test_rows_that_the_disk_cannot_hold_are_told_with_the_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

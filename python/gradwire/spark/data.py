@@ -36,7 +36,7 @@ LABEL = "label"
 WEIGHT = "weight"
 VALIDATION = "is_validation"
 
-_NUMBER: Final = re.compile("tinyint|smallint|int|bigint|float|double|decimal")
+_NUMBER: Final = re.compile(r"(tinyint|smallint|int|bigint|float|double|decimal)\b")
 _ALLOWED: Final = {
     FEATURES: ("an array of numbers", "a vector"),
     LABEL: ("a number", "boolean", "an array of numbers", "a vector"),
@@ -77,7 +77,8 @@ def _column_for(role: str, kinds: dict[str, DataType], name: str) -> Column:
     column = F.col("`" + name.replace("`", "``") + "`")  # a dot would be one of a field
     if "Vector" in type(kind).__name__:
         content = "a vector"
-        column = vector_to_array(column, "float32")
+        # It raises for a null, of which `Checked` names the row.
+        column = F.when(column.isNotNull(), vector_to_array(column, "float32"))
     elif text.startswith("array<"):
         content = "an array of numbers" if _NUMBER.match(text[6:]) else ""
         column = column.cast("array<float>")
