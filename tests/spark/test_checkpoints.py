@@ -89,6 +89,26 @@ def test_where_other_workers_lead_teams_all_begin_with_one_model_and_no_residual
     assert read["attempt"] == {"history": [1]}
 
 
+def test_executors_have_the_driver_s_name_of_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their working folders are others, so that each of them would have a part of the checkpoints in its own."""
+    pytest.importorskip("pyspark", reason="pyspark is not installed")
+    from gradwire.spark.estimator import _url_of
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/me")
+    for name, expected in (
+        ("runs", f"{tmp_path}/runs"),
+        ("runs/2026-12-01T10:00:00", f"{tmp_path}/runs/2026-12-01T10:00:00"),
+        ("~/runs/", "/me/runs"),
+        ("file:/runs", "file:/runs"),
+        ("s3://bucket/runs/", "s3://bucket/runs"),
+        ("simplecache::s3://bucket/~", "simplecache::s3://bucket/~"),
+    ):
+        assert _url_of(name) == expected
+
+
 def test_a_fit_that_fails_names_the_folder_if_there_is_a_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

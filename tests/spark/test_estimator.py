@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 import gradwire as gw
+import gradwire.spark
 from gradwire.spark import ParameterAveraging, SharedTraining
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.torch]
@@ -139,6 +140,10 @@ def test_a_prediction_replaces_no_column(session: Any, rows: Any) -> None:
         assert model.transform(renamed).columns[-3:] == ["RAW", "prediction", "raw"]
     finally:
         session.conf.unset("spark.sql.caseSensitive")
+    named = predicted.drop("prediction", "raw").withColumnRenamed("weight", "gradwire_outputs")
+    assert model.transform(named).columns == [*named.columns, "prediction", "raw"]
+    model.set(model.prediction_col, "gradwire_outputs")
+    assert model.transform(rows).columns == [*rows.columns, "gradwire_outputs", "raw"]
 
 
 @pytest.mark.parametrize("training", [None, ParameterAveraging(via="spark")], ids=str)
@@ -552,6 +557,8 @@ def test_a_fit_after_a_fit_goes_on_where_the_last_one_ended(
     after = make_estimator(epochs=1, warm_start=True, **options)
     after.fit(rows, resume=model.checkpoint)
     assert after.fit(rows).history.epoch.tolist() == [3], "as after a driver that was killed"
+    resumed = make_estimator(**options).fit(rows, {after.warm_start: True}, resume=model.checkpoint)
+    assert resumed.history.epoch.tolist() == [2], "of the earlier fit, which had three"
     with pytest.raises(ValueError, match="warm_start needs checkpoint"):
         make_estimator(warm_start=True).fit(rows)
 
@@ -800,6 +807,8 @@ def test_wrong_columns_and_options_are_refused_before_anything_is_started(rows: 
         ({"num_workers": 0}, ValueError, "num_workers must be a whole number of at least 1, got 0"),
         ({"retries": -1}, ValueError, "retries must be a whole number of at least 0, got -1"),
         ({"batch_size": 32.0}, ValueError, "batch_size must be a whole number"),
+        ({"seed": 2**63}, ValueError, f"seed must be 0 to {2**63 - 1}, got {2**63}"),
+        ({"checkpoint": "hdfs:/x"}, ValueError, "'hdfs:/x' has one slash .*, as in hdfs:///folder"),
         ({"epochs": True}, ValueError, "epochs must be a whole number"),
         ({"shuffle": "never"}, ValueError, "shuffle is 'never', must be one of auto, always"),
         ({"warm_start": "no"}, TypeError, "warm_start must be True or False"),
@@ -837,6 +846,8 @@ def test_wrong_columns_and_options_are_refused_before_anything_is_started(rows: 
         TypeError, match=r"dataset is a builtins\.list, must be a DataFrame of Spark"
     ):
         make_estimator().fit([1, 2])
+    with pytest.raises(TypeError, match=r"dataset is a builtins\.list, must be a DataFrame of"):
+        gradwire.spark.TorchModel().transform([1, 2])
     with pytest.raises(gw.GradwireError, match="there is no checkpoint in"):
         make_estimator().fit(rows, resume="")
 

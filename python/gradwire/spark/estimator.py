@@ -65,6 +65,8 @@ _PARTS_UNKNOWN = 256
 # In which Spark notices that executors have ended with a job. Another training, now or by the next fit, waits for those
 # that replace them; if it began with too few, Spark 4.3 would stop the whole session.
 _SETTLE_S = 2.0
+_SEED_MAX = 2**63 - 1  # of Java's random numbers
+_LOCAL = ("file", "local")  # fsspec takes file:/folder for a URL
 
 
 class ModelOptions(TypedDict, total=False):
@@ -219,7 +221,7 @@ class TorchEstimator(Estimator["TorchModel"], Stored):
             ValueError, TypeError: a parameter or column is wrong.
         """
         if resume is not None:
-            continued = self.copy({self.warm_start: False})
+            continued = self.copy()
             continued._resume = os.fspath(resume)
             model = continued.fit(dataset, params)
             self._last_checkpoint = continued._last_checkpoint or self._last_checkpoint
@@ -233,13 +235,7 @@ class TorchEstimator(Estimator["TorchModel"], Stored):
         return copied
 
     def _fit(self, dataset: DataFrame) -> TorchModel:
-        if not hasattr(dataset, "sparkSession"):
-            kind = f"{type(dataset).__module__}.{type(dataset).__name__}"
-            raise TypeError(
-                f"dataset is a {kind}, must be a DataFrame of Spark, as from spark.createDataFrame(...)"
-            )
-        spark = dataset.sparkSession
-        check_runs(spark)
+        spark = _session_of(dataset)
         workers = self.getOrDefault("num_workers")
         job = self._job(spark)
         rows = self._rows(dataset)
@@ -301,6 +297,8 @@ class TorchEstimator(Estimator["TorchModel"], Stored):
             whole(name, values[name], least=1)
         for name in ("patience", "retries", "seed"):
             whole(name, values[name], least=0)
+        if values["seed"] > _SEED_MAX:
+            raise ValueError(f"seed must be 0 to {_SEED_MAX}, got {values['seed']}")
         for name in ("warm_start", "collect_stats"):
             check_flag(name, values[name])
         training = values["training"] or SharedTraining()
@@ -325,7 +323,8 @@ class TorchEstimator(Estimator["TorchModel"], Stored):
             checkpoint = f"{_url_of(checkpoint)}/{self.uid}-{secrets.token_hex(4)}"
             _LOG.info("checkpoints are in %s", checkpoint)
         resume = None if self._resume is None else _url_of(self._resume)
-        if values["warm_start"]:
+        is_warm = values["warm_start"] and resume is None
+        if is_warm:
             if checkpoint is None:
                 raise ValueError(
                     "warm_start needs checkpoint, a folder: the optimisers' state is there"
@@ -340,7 +339,7 @@ class TorchEstimator(Estimator["TorchModel"], Stored):
             columns={role: values[name] for role, name in _ROLES.items()},
             secret=parse_secret(generate_secret()),
             checkpoints=Checkpoints(checkpoint, resume, values["checkpoint_every"]),
-            is_warm=values["warm_start"],
+            is_warm=is_warm,
             is_shuffled=True,
             driver=None,
         )
@@ -532,8 +531,7 @@ class TorchModel(Model, Stored):
     def _transform(self, dataset: DataFrame) -> DataFrame:
         self.check_code()
         values = {name: self.getOrDefault(name) for name in _BOTH}
-        spark = dataset.sparkSession
-        check_runs(spark)
+        spark = _session_of(dataset)
         _check_outputs(self, spark, dataset.columns)
         wanted = [option for option in _OUTPUTS if values[option]]
         if not wanted:
@@ -550,13 +548,31 @@ class TorchModel(Model, Stored):
         from pyspark.ml.functions import array_to_vector
 
         outputs = predict(data.column_for(data.FEATURES, dataset, values["features_col"]))
-        predicted = dataset.withColumn("gradwire_outputs", outputs)
+        passing = f"outputs of {self.uid}"  # no name of the user's
+        predicted = dataset.withColumn(passing, outputs)
         for option in wanted:
             name, kind = _OUTPUTS[option].split()
-            column = F.col("gradwire_outputs")[name]
+            column = F.col(f"`{passing}`")[name]
             column = array_to_vector(column) if kind.startswith("array") else column
             predicted = predicted.withColumn(values[option], column)
-        return predicted.drop("gradwire_outputs")
+        return predicted.drop(passing)
+
+
+def _session_of(dataset: Any) -> SparkSession:
+    """Return the session of a DataFrame.
+
+    Raises:
+        TypeError: it is none of Spark.
+        ValueError: the session was stopped.
+    """
+    if not hasattr(dataset, "sparkSession"):
+        kind = f"{type(dataset).__module__}.{type(dataset).__name__}"
+        raise TypeError(
+            f"dataset is a {kind}, must be a DataFrame of Spark, as from spark.createDataFrame(...)"
+        )
+    spark: SparkSession = dataset.sparkSession
+    check_runs(spark)
+    return spark
 
 
 def _check_outputs(params: Params, spark: SparkSession, columns: list[str]) -> None:
@@ -625,9 +641,21 @@ def _predictor(values: dict[str, Any], parcel: Parcel) -> Callable[..., Any]:
 
 
 def _url_of(folder: str) -> str:
-    """Return a folder by a name that executors know, too: they have other working folders."""
+    """Return a folder by a name that executors know, too: they have other working folders.
+
+    Raises:
+        ValueError: it is a URL of Hadoop's that fsspec takes for a local folder.
+    """
     name = os.fspath(folder)
-    return (name if ":" in name else os.path.abspath(name)).rstrip("/")
+    scheme, has_scheme, path = name.partition(":/")
+    if has_scheme and scheme.isalnum() and scheme not in _LOCAL and not path.startswith("/"):
+        raise ValueError(
+            f"the folder {name!r} has one slash behind {scheme}: fsspec has two or three, as in hdfs:///folder or "
+            "s3://bucket/folder"
+        )
+    # A colon may be one of a time in the folder's name.
+    is_url = "://" in name or name.partition(":")[0] in _LOCAL
+    return (name if is_url else os.path.abspath(os.path.expanduser(name))).rstrip("/")
 
 
 def _without_workers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
