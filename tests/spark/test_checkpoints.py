@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,11 @@ def interrupted(_value: Any, file: Any) -> None:
     raise KeyboardInterrupt
 
 
+def interrupted_save(_value: Any, file: Any) -> None:
+    file.write(b"PK")
+    raise KeyboardInterrupt
+
+
 def test_the_position_is_read_as_it_was_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -60,6 +66,11 @@ def test_the_position_is_read_as_it_was_written(
         written.finish(14, 2, Position(1, 4, 32, 1))
     monkeypatch.undo()
     assert written.read(1, 2)[0] == Position(1, 2, 32, 1), "the earlier one is still whole"
+    monkeypatch.setattr(checkpoints.torch, "save", interrupted_save)
+    with pytest.raises(KeyboardInterrupt):
+        written.write(12, 1, state)
+    monkeypatch.undo()
+    assert written.read(1, 2)[1]["rank"] == 1, "the earlier one is still whole"
     position, read = Checkpoints(None, folder, 5).read(2, 3)
     assert position == Position(1, 2, 32, 1), "another fit begins with the epoch that it is in"
     assert (read["rank"], read["optimizer"]) == (0, {"lr": 2})
@@ -109,6 +120,35 @@ def test_executors_have_the_driver_s_name_of_a_folder(
         assert _url_of(name) == expected
 
 
+def test_the_latest_checkpoint_is_that_of_an_attempt_on_another_machine() -> None:
+    """As where S3's file system has listed the folder for the attempt before it."""
+    import fsspec
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    class Listing(MemoryFileSystem):
+        protocol = "listing"
+        sizes: dict[str, int] = {}  # noqa: RUF012
+
+        @classmethod
+        def _strip_protocol(cls, path: str) -> Any:
+            return super()._strip_protocol(path.replace("listing:", "memory:"))
+
+        def invalidate_cache(self, path: str | None = None) -> None:  # noqa: ARG002
+            self.sizes.clear()
+
+        def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+            file = super()._open(path, mode, **options)
+            return io.BytesIO(file.read(self.sizes.setdefault(path, self.size(path))))
+
+    fsspec.register_implementation("listing", Listing, clobber=True)
+    elsewhere = Checkpoints("memory://elsewhere", None, 5)
+    for done in (5, 1_000_000):
+        elsewhere.write(done, 0, {"model": {}, "optimizer": {}})
+        elsewhere.finish(done, 1, Position(done))
+        position, _ = Checkpoints(None, "listing://elsewhere", 5).read(0, 1)
+        assert position.epoch == done
+
+
 def test_a_fit_that_fails_names_the_folder_if_there_is_a_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -152,7 +192,7 @@ def test_a_checkpoint_on_a_full_disk_is_named_with_the_reason(tmp_path: Path, nu
     written = Checkpoints(f"file://{tmp_path}", None, 5)
     folder = tmp_path / "step-000000005"
     folder.mkdir()
-    (folder / "worker-0.pt").symlink_to("/dev/full")
+    (folder / "worker-0.pt.new").symlink_to("/dev/full")
     with pytest.raises(OSError, match=f"{folder} cannot be written: .*No space left on device"):
         written.write(5, 0, {"model": torch.zeros(numbers)})
     (tmp_path / "latest.json.new").symlink_to("/dev/full")

@@ -62,6 +62,17 @@ def _named_if_not_written(url: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _replaced(files: Any, path: str, mode: str) -> Iterator[Any]:
+    """Open a file of a checkpoint for writing; one that is there already stays until the new one is whole."""
+    # Object stores do so anyway.
+    is_local = isinstance(files, LocalFileSystem)
+    with files.open(f"{path}.new" if is_local else path, mode) as file:
+        yield file
+    if is_local:
+        files.mv(f"{path}.new", path)
+
+
+@contextlib.contextmanager
 def _named_if_not_read(url: str) -> Iterator[None]:
     """Raise why a file of a checkpoint cannot be read with its name: torch and JSON know only the bytes.
 
@@ -94,6 +105,8 @@ def _read_latest(folder: str) -> dict[str, Any] | None:
     url = f"{folder}/latest.json"
     with _named_if_not_read(url):
         try:
+            # S3's keeps the sizes of an earlier attempt in this process; another one may have gone on elsewhere.
+            fsspec.core.url_to_fs(url)[0].invalidate_cache()
             with fsspec.open(url) as file:
                 latest: dict[str, Any] = json.load(file)
         except FileNotFoundError:
@@ -183,7 +196,8 @@ class Checkpoints:
         with _named_if_not_written(url):
             files, folder = fsspec.core.url_to_fs(url)
             files.makedirs(folder, exist_ok=True)
-            with files.open(f"{folder}/worker-{rank}.pt", "wb") as file:
+            # An attempt that begins at the end of the last one's checkpoint may write the same one again.
+            with _replaced(files, f"{folder}/worker-{rank}.pt", "wb") as file:
                 pack_into(state, file)
 
     def finish(
@@ -193,22 +207,17 @@ class Checkpoints:
         files, folder = fsspec.core.url_to_fs(self.folder)
         latest = {"done": done, "workers": workers, "position": asdict(position)}
         latest["leads"] = list(leads)
-        # A worker may die while it writes: the old file stays until the new one is whole. Object stores do so anyway.
-        is_local = isinstance(files, LocalFileSystem)
-        path = f"{folder}/latest.json"
         with (
             _named_if_not_written(f"{self.folder}/latest.json"),
-            files.open(f"{path}.new" if is_local else path, "w") as file,
+            _replaced(files, f"{folder}/latest.json", "w") as file,
         ):
             json.dump(latest, file)
-        if is_local:
-            files.mv(f"{path}.new", path)
         # The user's folder may have brackets in its name, which fsspec would take for a pattern.
         paths = files.ls(folder, detail=False)
         steps = [path for path in paths if path.rpartition("/")[2].startswith("step-")]
         # By length first: from a billion steps on the numbers are longer.
         for old in sorted(steps, key=lambda path: (len(path), path))[:-2]:
-            if is_local or not glob.has_magic(old):
+            if isinstance(files, LocalFileSystem) or not glob.has_magic(old):
                 files.rm(old, recursive=True)
             else:
                 for path in files.find(old):
