@@ -9,6 +9,7 @@ import math
 import os
 import shutil
 import socket
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -42,6 +43,7 @@ from gradwire.spark.rounds import (  # noqa: E402
 )
 from gradwire.spark.train import (  # noqa: E402
     AveragingTrainer,
+    LateWorkers,
     ModelReplica,
     SharedTrainer,
     Times,
@@ -631,6 +633,28 @@ def test_a_worker_waits_while_its_executor_s_java_stands_still(
         port = server.getsockname()[1]
         assert gather(Socket(0), 60.0, "value") == ["value"]
     assert (waits[0] or math.inf) >= 60.0
+
+
+def test_a_worker_that_is_let_go_just_when_its_time_ends_is_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    released = threading.Event()
+
+    class Late(Stage):
+        def allGather(self, text: str) -> list[str]:  # noqa: N802
+            released.wait()
+            return [text]
+
+    class Thread(threading.Thread):
+        def is_alive(self) -> bool:
+            released.set()
+            self.join()
+            return False
+
+    monkeypatch.setattr("gradwire.spark.train.threading", SimpleNamespace(Thread=Thread))
+    with pytest.raises(LateWorkers, match=r"within 0\.1 s"):
+        gather(Late(0), 0.1, "value")
+    released.set()
 
 
 @pytest.mark.parametrize("timeout_s", [math.inf, 1e12])

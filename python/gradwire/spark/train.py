@@ -326,7 +326,7 @@ def gather(context: Any, timeout_s: float | None, value: Any = None, **error: bo
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
     thread.join(bounded_s(timeout_s))
-    if not texts and not thread.is_alive():
+    if failures:
         raise StageEnded("Spark has ended the stage") from failures[0]
     if not texts:
         raise LateWorkers(f"not all workers came within {timeout_s:g} s")
