@@ -513,6 +513,16 @@ def test_a_cluster_without_executors_is_told_apart_from_a_small_one(
             check_slots(spark, 2)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("master", ["local", "local[2]"])
+def test_no_executors_are_on_their_way_to_a_single_process(master: str) -> None:
+    spark = Slots(active_tasks=0, slots=1)
+    spark.conf = {"spark.master": master}  # type: ignore[attr-defined]
+    start_s = time.monotonic()
+    with pytest.raises(ValueError, match="num_workers is 2, and the cluster has 1 slot for"):
+        check_slots(spark, 2)  # type: ignore[arg-type]
+    assert time.monotonic() - start_s < 10.0
+
+
 def test_executors_that_are_not_replaced_end_the_job_with_the_numbers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

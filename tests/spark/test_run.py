@@ -169,6 +169,7 @@ def test_ctrl_c_in_a_notebook_ends_the_job_at_once(spark: Any, session: Any) -> 
         ):
             session.range(1).mapInArrow(wait, "id long").toArrow()
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert spark.getLocalProperty("spark.job.interruptOnCancel") is None, "the user's choice"
     finally:
         interruption.cancel()
         signal.signal(signal.SIGINT, before)

@@ -48,6 +48,7 @@ _NO_MODULE: Final = re.compile("No module named '(gradwire|numpy|pandas|pyarrow|
 _NO_PROGRAM: Final = re.compile('Cannot run program "[^"]*"')
 _IN_JAVA: Final = "\n\tat "
 _CANCELLED: Final = re.compile("SPARK_JOB_CANCELLED|OPERATION_CANCELED|SparkContext was shut down")
+_INTERRUPTS: Final = "spark.job.interruptOnCancel"
 _STOPPED: Final = "the Spark session was stopped"
 # With Connect, before the session itself knows.
 _CLOSED: Final = re.compile("SESSION_CLOSED|NO_ACTIVE_SESSION|Channel closed|closed channel")
@@ -110,7 +111,7 @@ def check_slots(spark: SparkSession, workers: int, name: str = "num_workers") ->
             "spark.dynamicAllocation.enabled=false"
         )
     master = str(spark.conf.get("spark.master", ""))
-    end_s = now_s() + (0.0 if master.startswith("local[") else _SLOTS_S)
+    end_s = now_s() + (0.0 if re.match(r"local(\[|$)", master) else _SLOTS_S)
     while (slots := _slots(spark, workers)) < workers:
         if now_s() >= end_s:
             text = _too_few(name, workers, slots)
@@ -254,7 +255,9 @@ def tagged(spark: SparkSession, tag: str) -> Iterator[None]:
     # A classic session's own tags are known only to the thread that set them.
     place: Any = spark if is_connect(spark) else spark.sparkContext
     kind = "" if is_connect(spark) else "Job"
+    interrupts = None
     if not is_connect(spark):
+        interrupts = place.getLocalProperty(_INTERRUPTS)
         place.setInterruptOnCancel(True)
     getattr(place, f"add{kind}Tag")(tag)
     try:
@@ -267,6 +270,8 @@ def tagged(spark: SparkSession, tag: str) -> Iterator[None]:
     finally:
         with contextlib.suppress(Exception):  # the session may have been stopped
             getattr(place, f"remove{kind}Tag")(tag)
+            if not is_connect(spark):
+                place.setLocalProperty(_INTERRUPTS, interrupts)
 
 
 @contextlib.contextmanager
