@@ -848,6 +848,9 @@ def test_wrong_columns_and_options_are_refused_before_anything_is_started(rows: 
         make_estimator().fit([1, 2])
     with pytest.raises(TypeError, match=r"dataset is a builtins\.list, must be a DataFrame of"):
         gradwire.spark.TorchModel().transform([1, 2])
+    model = gradwire.spark.TorchModel()
+    with pytest.raises(ValueError, match="batch_size must be a whole number of at least 1, got 0"):
+        model.transform(rows, {model.batch_size: 0})
     with pytest.raises(gw.GradwireError, match="there is no checkpoint in"):
         make_estimator().fit(rows, resume="")
 

@@ -797,6 +797,11 @@ def test_a_model_that_exits_is_an_error_that_every_attempt_would_have(
     [row] = batch.to_pylist()
     assert (row["worker"], row["kind"]) == (0, "error")
     assert row["data"].startswith(b"SystemExit: --data is missing (on 127.0.0.1)\n")
+    from gradwire.spark import estimator
+
+    session: Any = None
+    parts = estimator._parts_of(replace(local_job(), model=model), session)
+    assert parts == estimator._PARTS_UNKNOWN, "the driver's program does not exit for it"
 
 
 def adam(params: Any) -> Any:
@@ -837,6 +842,21 @@ def test_a_checkpoint_of_another_model_or_optimizer_is_refused_before_training(
         fit("other", resume="adam", optimizer=torch.optim.Adamax)
     with pytest.raises(ValueError, match=f"{folder}/sgd does not fit .*: .* Unexpected key"):
         fit("other", resume="sgd", model=lambda: torch.nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum of all"])
+def test_a_loss_without_a_value_for_each_weight_is_refused(reduction: str) -> None:
+    import pyarrow as pa
+
+    def loss() -> Any:
+        if reduction == "mean":
+            return torch.nn.MSELoss()
+        return lambda outputs, labels: (outputs - labels).square().sum().reshape(1)
+
+    job = local_job()
+    job = replace(job, columns={**job.columns, WEIGHT: "w"}, loss=loss)
+    with pytest.raises(ValueError, match="with weight_col the loss must return one value per row"):
+        work_alone(job, rows_of(4).append_column(WEIGHT, pa.array([1.0] * 4)))
 
 
 def test_rows_whose_weights_are_all_zero_are_refused() -> None:

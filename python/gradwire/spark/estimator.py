@@ -459,7 +459,7 @@ def _parts_of(job: TrainingJob, spark: SparkSession) -> int:
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             tensors = job.model().state_dict().values()
-    except Exception:  # it can be made in a task only, or not without values
+    except (Exception, SystemExit):  # it can be made in a task only, or not without values
         return _PARTS_UNKNOWN
     size = sum(tensor.nbytes for tensor in tensors if torch.is_tensor(tensor))
     accepted = result_bytes_max(spark)
@@ -531,6 +531,7 @@ class TorchModel(Model, Stored):
     def _transform(self, dataset: DataFrame) -> DataFrame:
         self.check_code()
         values = {name: self.getOrDefault(name) for name in _BOTH}
+        whole("batch_size", values["batch_size"], least=1)
         spark = _session_of(dataset)
         _check_outputs(self, spark, dataset.columns)
         wanted = [option for option in _OUTPUTS if values[option]]

@@ -271,7 +271,7 @@ class ModelReplica:
             raise GradwireError(text) from error
         if weights is None:
             return values.mean()
-        if values.dim() == 0:
+        if values.shape[:1] != weights.shape:
             raise ValueError(
                 'with weight_col the loss must return one value per row: give it reduction="none"'
             )
