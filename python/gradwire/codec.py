@@ -661,8 +661,9 @@ class Encoder:
     def _finish(self, messages: list[Message], skipped: int) -> None:
         totals = self._totals
         totals["messages"] += len(messages)
-        totals["message_bytes"] += sum([message.nbytes for message in messages])
-        totals["sent_count"] += sum([message.count for message in messages])
+        for message in messages:
+            totals["message_bytes"] += message.nbytes
+            totals["sent_count"] += message.count
         totals["nonfinite_count"] += skipped
         self._step += 1  # last: a step that is interrupted does not count
 

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from typing import Any, cast
 
 import numpy as np
@@ -332,7 +333,7 @@ class Replica(SharedCopy):
     def parse(self, sender: NodeRun, step: int, payload: memoryview) -> list[Message]:
         """Return the messages of a node's update; raise `MessageError` if they do not fit these groups."""
         messages: list[Message]
-        if not self._options.is_sync:
+        if self._options.mode == "async":
             messages = CountedUpdate.parse(payload)
             expected = self._sizes
         elif payload[: len(MESSAGE_MAGIC)] == MESSAGE_MAGIC:
@@ -633,11 +634,18 @@ def _add_counted(
     options: Options,
     second: SecondTarget | None = None,
 ) -> None:
-    """Add asynchronous updates, each divided as it says."""
+    """Add asynchronous updates, each divided as it says; together those that say the same, as nearly all do."""
     is_mean = options.reduction == "mean"
-    for index, payload in enumerate(cast("Sequence[CountedUpdate]", payloads)):
-        target = second and SecondTarget(second.params, 0 if index == second.held else None)
-        total.add_payloads([payload], params, payload.nodes if is_mean else 1, target)
+    counted = cast("Sequence[CountedUpdate]", payloads)
+    place = 0
+    for divisor, run in groupby(counted, lambda update: update.nodes if is_mean else 1):
+        updates = list(run)
+        target = second
+        if second is not None and second.held is not None:
+            held = second.held - place
+            target = SecondTarget(second.params, held if 0 <= held < len(updates) else None)
+        total.add_payloads(updates, params, divisor, target)
+        place += len(updates)
 
 
 def _check(messages: Sequence[Message], expected: Sequence[tuple[int, int]]) -> None:

@@ -20,7 +20,6 @@ _SUMS = (
     "wait_s",
     "apply_s",
 )
-_LASTS = ("density", "threshold", "staleness")
 
 
 class Pace:
@@ -199,13 +198,14 @@ class ExchangeStats:
         if result.is_local:
             return replace(self, local_steps=self.local_steps + 1)
         sums = {name: getattr(self, name) + getattr(result, name) for name in _SUMS}
-        lasts = {name: getattr(result, name) for name in _LASTS}
         return replace(
             self,
             steps=self.steps + 1,
             update_bytes=self.update_bytes + update_bytes,
             lost=self.lost + len(result.lost),
             joined=self.joined + len(result.joined),
+            density=result.density,
+            threshold=result.threshold,
+            staleness=result.staleness,
             **sums,
-            **lasts,
         )

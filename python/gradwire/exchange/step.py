@@ -457,6 +457,7 @@ class Step:
         # Events since the last result, whenever they happened: each is in exactly one result.
         lost, joined = self._membership.drain_events()
         encoded = pending.encoded
+        sent_bytes = pending.nbytes
         received_bytes = sum([message.nbytes for _, update in others for message in update])
         lost_elements = 0
         if pending.sharded is not None and replica.sharding is not None:
@@ -466,7 +467,7 @@ class Step:
         self._last_missing = frozenset()
         return StepResult(
             step=pending.step,
-            sent_bytes=pending.nbytes,
+            sent_bytes=sent_bytes,
             density=sum([message.count for message in encoded]) / max(replica.groups.numel, 1),
             threshold=encoded[0].threshold if encoded else 0.0,
             is_shakeup=bool(encoded) and encoded[0].is_shakeup,
@@ -479,7 +480,7 @@ class Step:
             lost_elements=lost_elements,
             shortened=agreement.drain_shortened() if agreement.limits_norms else 0,
             staleness=0 if self._is_sync else _staleness(self)[0],
-            ratio=4 * replica.groups.numel / max(pending.nbytes, 1),
+            ratio=4 * replica.groups.numel / max(sent_bytes, 1),
             encode_s=pending.encode_s,
             wait_s=pending.wait_s,
             apply_s=apply_s,
