@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import pickle
 from typing import Any
@@ -316,3 +317,37 @@ def test_errors_of_a_difference_name_the_caller_s_arguments(policy: Any, dense: 
 def test_other_threads_run_while_a_large_residual_is_made() -> None:
     encoder = gw.Encoder(2**25, keeps_residual=False)
     assert lets_others_run(encoder.make_residual)
+
+
+def test_a_residual_stays_while_an_update_lends_its_memory() -> None:
+    encoder = gw.Encoder(4, 1.0, keeps_residual=False)
+    encoder.make_residual()
+    refusals = []
+
+    class Lending:
+        """An array whose library lets other threads run before it lends the memory."""
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return (1, 0)
+
+        def __dlpack__(self, **options: Any) -> Any:
+            with pytest.raises(RuntimeError, match="in use by another thread") as caught:
+                encoder.drop_residual()
+            refusals.append(caught)
+            return np.full(4, 1.5, np.float32).__dlpack__(**options)
+
+    encoder.encode(Lending())
+    assert refusals
+    assert encoder.residual.tolist() == [0.5] * 4
+
+
+@pytest.mark.parametrize("how", ["pickle", "deepcopy"])
+def test_a_copy_of_an_encoder_has_a_residual_only_where_the_original_has(how: str) -> None:
+    encoder = gw.Encoder(4, 1.0, keeps_residual=False)
+    for has_residual in (False, True):
+        if has_residual:
+            encoder.make_residual()
+        copied = (
+            copy.deepcopy(encoder) if how == "deepcopy" else pickle.loads(pickle.dumps(encoder))
+        )
+        assert copied.has_residual == has_residual
