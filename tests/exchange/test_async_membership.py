@@ -489,8 +489,10 @@ def test_updates_that_wait_for_a_snapshot_are_no_part_of_the_next_movement() -> 
 
         node.publish = publish_and_pause  # type: ignore[method-assign]
         shortened = 0
-        for count in range(30):
-            if rank == 2 and count == 8:
+        has_paused = rank != 2
+        while share.next_step < 60:
+            if share.next_step == 8 and not has_paused:
+                has_paused = True
                 share.resync(params)
             params += update
             shortened += share.step_moved(params).shortened
@@ -501,3 +503,42 @@ def test_updates_that_wait_for_a_snapshot_are_no_part_of_the_next_movement() -> 
         return shortened
 
     assert run_cluster(work, count=4, seed=1) == [0] * 4
+
+
+def test_members_do_not_wait_for_a_newcomer_whose_snapshot_has_taken_long() -> None:
+    def work(node: FakeNode, rank: int) -> tuple[NDArray[np.float32], float, int]:
+        encoder = gw.Encoder(NUMEL, gw.FixedThreshold(2.0**-6))
+        share = gw.Exchange(encoder, node, mode="async", min_peers=1, timeout_s=60.0)
+        params = START.copy()
+        publish = node.publish
+        requests = 0
+
+        def publish_and_pause(buffer: Any, tag: int = 0, to: Any = None) -> Any:
+            nonlocal requests
+            ticket = publish(buffer, tag, to)
+            if tag // TAG_NUMBERS == Kind.REQUEST:
+                requests += 1
+                node.cluster.compute(node, 20.0)
+            return ticket
+
+        node.publish = publish_and_pause  # type: ignore[method-assign]
+        if rank == 2:
+            share._membership.waits = 20  # fewer than arrive meanwhile
+            node.cluster.compute(node, 3.0)
+        share.join(params)
+        longest_s, count = 0.0, 0
+        while node.cluster.now_s < 40.0:
+            begin_s = node.cluster.now_s
+            share.step(update(rank, count), params)
+            longest_s = max(longest_s, node.cluster.now_s - begin_s)
+            node.cluster.compute(node, 0.2)
+            count += 1
+        for _ in range(40):
+            share.catch_up(params, timeout_s=0.1)
+        return params, longest_s, requests
+
+    nodes = run_cluster(work, seed=1)
+    for params, longest_s, _ in nodes:
+        assert longest_s < 3.0
+        np.testing.assert_allclose(params, nodes[0][0], atol=1e-5)
+    assert nodes[2][2] == 1

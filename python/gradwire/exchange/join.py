@@ -438,15 +438,13 @@ class Join:
             poll_s = max(0.0, min(clock.POLL_S, deadline_s - clock.now_s()))
             count += _follow_steps(self, poll_s, params, optimizer_state)
             if not self._options.is_sync and membership.phase is Phase.READY:
-                payloads = [messages for _, messages in membership.take_updates()]
-                latest = max(membership.positions.values(), default=0)
-                self._departure.remove_departed()
-                if payloads:
-                    self._replica.apply(payloads, params)
+                if applied := _apply_arrived(self, params):
                     # It has no steps of its own: its number is that of the member which is furthest ahead.
+                    latest = max(membership.positions.values(), default=0)
                     self._replica.advance(params, max(self._replica.step, latest))
                     membership.reach_step(self._replica.step)
-                count += len(payloads)
+                self._departure.remove_departed()
+                count += applied
             if count or clock.now_s() >= deadline_s:
                 return count
 
@@ -479,9 +477,7 @@ class Join:
             snapshot := self._recipient.take()
         ):
             if not self._options.is_sync:
-                # Later than any update with which this node may have gone, also in an earlier exchange on its node.
-                final = snapshot.finals.get(self._membership.run, 0)
-                snapshot.delay(max(self._replica.step + 2, final + 1))
+                snapshot.delay(_first_step(self._membership, snapshot, self._replica.step + 2))
             optimizer_state.check(snapshot.arrays[snapshot.params :])
             if self._follow(snapshot):
                 drop_outdated(self._replica, {**snapshot.positions, **snapshot.finals}, params)
@@ -490,6 +486,9 @@ class Join:
                 self._replica.take_back_unapplied(snapshot.finals, snapshot.accepted, snapshot.step)
                 self._load(snapshot, params, optimizer_state)
                 self._recipient.forget()
+                if self._membership.phase is Phase.IN:
+                    # More may have waited for the snapshot than may wait for a member's step.
+                    _apply_arrived(self, params)
 
     def _resume(self, params: Any, optimizer_state: NodeState) -> None:
         """Go on alone, for the others to join: load this node's own state as if it had come in a snapshot.
@@ -668,6 +667,17 @@ def _first_received(membership: Membership, run: NodeRun) -> int | None:
     return None if stream is None else stream.first_received
 
 
+def _first_step(membership: Membership, snapshot: Snapshot, least: int) -> int:
+    """Return the first step of an asynchronous newcomer, which is ``least`` or later."""
+    # Later than any update with which this node may have gone, also in an earlier exchange on its node.
+    final = snapshot.finals.get(membership.run, 0)
+    # A snapshot may take long. The members would wait for a newcomer that begins at its step, until it has taken as
+    # many steps as they: it begins with the slowest of them.
+    others = membership.others.items()
+    steps = [stream.next_missing for run, stream in others if run in snapshot.positions]
+    return max(least, final + 1, min(steps, default=0))
+
+
 def _step_ahead(
     membership: Membership, members: Mapping[NodeRun, Hello], options: Options
 ) -> int | None:
@@ -783,6 +793,16 @@ def _check_kept_updates(membership: Membership, recipient: Recipient) -> None:
             f"snapshot ({recipient.progress or 'nothing yet'}): its link does not carry the training; share "
             "with a lower density or a larger every"
         )
+
+
+def _apply_arrived(join: Join, params: Any) -> int:
+    """Apply the asynchronous members' updates that have arrived; return their number."""
+    payloads = [messages for _, messages in join._membership.take_updates()]
+    if payloads:
+        # The parameters of a member may differ by what it has not sent.
+        is_member = join._membership.phase is Phase.IN
+        join._replica.apply(payloads, params, has_moved=is_member)
+    return len(payloads)
 
 
 def _follow_steps(join: Join, timeout_s: float, params: Any, optimizer_state: NodeState) -> int:
