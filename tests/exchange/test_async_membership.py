@@ -10,6 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 import gradwire as gw
+from gradwire.exchange import join
 from gradwire.exchange.membership import STEPS_AHEAD_MAX
 from gradwire.exchange.protocol import TAG_NUMBERS, CountedUpdate, Kind, NodeRun
 
@@ -542,3 +543,43 @@ def test_members_do_not_wait_for_a_newcomer_whose_snapshot_has_taken_long() -> N
         assert longest_s < 3.0
         np.testing.assert_allclose(params, nodes[0][0], atol=1e-5)
     assert nodes[2][2] == 1
+
+
+def test_catch_up_finishes_an_interrupted_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint would have the message once more, which the others have added."""
+    let_through = join.let_through
+    interrupts: list[BaseException] = []
+
+    def interrupted() -> None:
+        let_through()
+        if interrupts:
+            raise interrupts.pop()
+
+    monkeypatch.setattr(join, "let_through", interrupted)
+
+    def work(node: FakeNode, rank: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        encoder = gw.Encoder(NUMEL, gw.FixedThreshold(2.0**-6))
+        share = gw.Exchange(encoder, node, mode="async", min_peers=1, reduction="sum")
+        params = START.copy()
+        share.join(params)
+        publish = node.publish
+
+        def publish_and_interrupt(buffer: Any, tag: int = 0, to: Any = None) -> Any:
+            interrupts.append(KeyboardInterrupt())
+            return publish(buffer, tag, to)
+
+        share.step(update(rank, 0), params)
+        if rank == 0:
+            with monkeypatch.context() as patch:
+                patch.setattr(node, "publish", publish_and_interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    share.step(update(rank, 1), params)
+            assert not share.is_settled
+        for _ in range(20):
+            share.catch_up(params, timeout_s=0.1)
+        return params, share.state_dict()["encoders"][0]["residual"]
+
+    (first, one), (second, other) = run_cluster(work, count=2, seed=1)
+    put_in = update(0, 0) + update(0, 1) + update(1, 0)
+    np.testing.assert_array_equal(first, second)
+    np.testing.assert_array_equal(first + one + other, START + put_in)

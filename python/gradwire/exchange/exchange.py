@@ -424,8 +424,8 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
     def catch_up(self, params: Any, timeout_s: float = 0.0) -> int:
         """Add the messages that are still to come, without sending any: before an evaluation, or at the end.
 
-        In asynchronous mode these are the messages that have arrived. With ``overlap`` the last step is finished: all
-        nodes have to do so after the same step, and the call waits for them as a step does. Otherwise there are none.
+        In asynchronous mode an interrupted step is finished, and what has arrived added. With ``overlap`` the last step
+        is finished: all nodes have to do so after the same one, and the call waits for them. Otherwise there are none.
 
         Args:
             params: as in ``step``.
@@ -439,14 +439,14 @@ class Exchange(NotCopied, instead="save and load its state_dict()"):
         """
         if self._options.overlap:
             finished = self._begin(params, self._optimizer_state, sends=False)
-            finished = finished or self._finish_earlier(params)
-            return 0 if finished is None else finished.received
+            return _received(finished or self._finish_earlier(params))
         if self._options.is_sync:
             return 0
         check_params(self._replica, params)
         self._start.ensure_announced(params)
         self.wait_for_peers()
-        return self._step.catch_up(params, self._optimizer_state, _wait_s(timeout_s))
+        count = _received(self._finish_earlier(params))  # of a step that was interrupted
+        return count + self._step.catch_up(params, self._optimizer_state, _wait_s(timeout_s))
 
     @one_at_a_time
     def follow(
@@ -613,6 +613,10 @@ def _tell_missing(exchange: Exchange) -> None:
             nodes,
             nodes,
         )
+
+
+def _received(result: StepResult | None) -> int:
+    return 0 if result is None else result.received
 
 
 def _takes_local_steps(exchange: Exchange) -> bool:

@@ -297,7 +297,7 @@ class Step:
     # ---- the members' messages ---------------------------------------------------------------------------------------
 
     def _publish(self, pending: StepUpdate) -> frozenset[NodeRun]:
-        """Hand an update over unless that is done; without space it stays for the next try.
+        """Hand a member's update over unless that is done; without space it stays for the next try.
 
         Returns:
             The members of which something is missing for the update.
@@ -305,7 +305,7 @@ class Step:
         Raises:
             TooLarge: the transport refuses the size; the message is back in the residual.
         """
-        if pending.ticket is not None:
+        if pending.ticket is not None or self._membership.phase is Phase.JOINING:
             return frozenset()
         unaware = frozenset() if self._is_sync else self._membership.members_unaware_of_us
         # Members that do not know this node yet would ignore its update, which others apply.
