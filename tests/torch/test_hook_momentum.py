@@ -8,7 +8,9 @@ import pytest
 
 torch: Any = pytest.importorskip("torch", reason="torch is not installed")
 
-from gradwire.torch import ThresholdState  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+
+from gradwire.torch import ThresholdState, register_threshold_hook  # noqa: E402
 
 from .linear import flat_inputs, inputs  # noqa: E402
 from .ranks import RankFailed, Ranks  # noqa: E402
@@ -136,3 +138,32 @@ def load_into_a_state_without(rank: int) -> None:
 def test_a_checkpoint_with_momentum_is_refused_without_it(two_ranks: Ranks) -> None:
     with pytest.raises(RankFailed, match=r"momentum for parameter weights\.\d"):
         two_ranks.run(load_into_a_state_without)
+
+
+def spoil_static_graph(rank: int, place: int | None) -> Any:
+    """Return the velocities after two steps, in the first of which one bucket's gradients are infinite on a rank."""
+    model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 6).double())
+    model[0].register_forward_hook(lambda _module, _inputs, output: output.double())
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(0.25)
+    ddp = DistributedDataParallel(model, static_graph=True)
+    state = register_threshold_hook(ddp, momentum=MOMENTUM, warmup_steps=3)
+    if place is not None:
+        spoils = model[place].bias.register_hook(lambda grad: grad / (1 - rank))
+        ddp(torch.full((5, 6), 8.0)).sum().backward()
+        spoils.remove()
+    for step in range(2):
+        ddp.zero_grad()
+        ddp(torch.full((5, 6), 1.0 + rank + step)).sum().backward()
+    saved = state.state_dict()["residuals"]["parameters"]
+    return torch.cat([saved[name]["velocity"].double() for name, _ in model.named_parameters()])
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_first_step_with_a_static_graph_leaves_no_trace_if_it_is_not_finite(
+    two_ranks: Ranks, place: int
+) -> None:
+    spoilt, whole = (two_ranks.run(spoil_static_graph, each) for each in (place, None))
+    for velocities, expected in zip(spoilt, whole, strict=True):
+        assert torch.equal(velocities, expected)

@@ -387,7 +387,9 @@ class ThresholdState:
         is_unnumbered = self._parameters.is_unnumbered(bucket.parameters(), bucket.is_last())
         if is_unnumbered or step < self.warmup_steps:
             self._count(dense_steps=int(bucket.is_last()))
-            return self._average_uncompressed(bucket)
+            # Of the buckets without numbers, which all have 0, the first one begins the step.
+            is_first = bucket.index() == 0 and not (is_unnumbered and self._warmed)
+            return self._average_uncompressed(bucket, is_first=is_first)
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="gradwire-hook")
         job = _Job(
@@ -407,14 +409,14 @@ class ThresholdState:
         return job.done.then(_raise_or_return)
 
     def _average_uncompressed(
-        self, bucket: dist.GradBucket
+        self, bucket: dist.GradBucket, *, is_first: bool
     ) -> "torch.futures.Future[torch.Tensor]":
         """Average one bucket of the warm-up, with the momentum that later steps continue."""
         buffer = bucket.buffer()
         self._parameters.add_bucket(bucket.parameters())
         if self.momentum == 0.0:
             return _all_reduce(self.process_group, buffer)
-        if bucket.index() == 0:
+        if is_first:
             self._finish_warmup_step()
             self._follow_scale()
         staging = Staging(buffer)
