@@ -32,6 +32,9 @@ def test_what_cannot_be_shared_is_refused_and_the_next_update_is_what_it_would_h
                         far = jax.tree.map(lambda leaf: leaf + value, params)  # noqa: B023
                         with pytest.raises(gw.NonFiniteUpdate, match="8 elements of the param"):
                             optimizer.update(gradients, state, far)
+                        bad = jax.tree.map(lambda leaf: leaf + value, gradients)  # noqa: B023
+                        with pytest.raises(gw.NonFiniteUpdate, match="elements of the update"):
+                            optimizer.update(bad, state, gradients)  # ones, not the parameters
                 updates, state = optimizer.update(gradients, state, params)
                 params = optax.apply_updates(params, updates)
             optimizer.close()

@@ -346,7 +346,6 @@ class _SharedUpdates:
                     "sent; give finite values",
                     count,
                 )
-            put(self._leaves, before)
         taken, lost = self._state.taken(exchange.step_number)
         if taken is not None:
             state = self._counted_up(taken, lost, updates, params, further)
@@ -364,6 +363,10 @@ class _SharedUpdates:
                     "the step out, or wrap the optimiser in optax.apply_if_finite",
                     count,
                 )
+        # Not before: after an update that is refused the caller may go on with the parameters it had.
+        if not any(matches):
+            put(self._leaves, before)
+            self._expected, self._outdated = [copies(before)], 0
         with self._state.followed_by(following, exchange.step_number + 1):
             self.result = exchange.step(leaves, self._leaves, self._state)
         del leaves  # as large as the parameters, as what is returned
