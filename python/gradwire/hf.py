@@ -180,10 +180,11 @@ def _catch_up(optimizer: SharedOptimizer | None) -> None:
 def _save_rank(optimizer: Any, path: str, accelerator: Any) -> None:
     """Save the optimiser's state of every rank but 0, whose state the framework saves."""
     rank = accelerator.process_index
+    files = RankFiles(path, rank, accelerator.num_processes)
     if rank:
-        files = RankFiles(path, rank, accelerator.num_processes)
         Path(files.own).parent.mkdir(parents=True, exist_ok=True)
         torch.save(optimizer.state_dict(), files.own)
+    files.remove_further()
 
 
 def _load_rank(optimizer: SharedOptimizer, path: str, accelerator: Any) -> None:

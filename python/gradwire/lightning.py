@@ -257,6 +257,7 @@ class GradwireStrategy(DDPStrategy):
             self.checkpoint_io.save_checkpoint(
                 checkpoint, filepath, storage_options=storage_options
             )
+            files.remove_further()
         if self.global_rank and "optimizer_states" in checkpoint:
             own = {"optimizer_states": checkpoint["optimizer_states"]}
             self.checkpoint_io.save_checkpoint(own, files.own, storage_options=storage_options)
@@ -295,6 +296,7 @@ class GradwireStrategy(DDPStrategy):
             # Machines with one file system remove it at the same time.
             with suppress(FileNotFoundError):
                 self.checkpoint_io.remove_checkpoint(filepath)
+            files.remove_further()
         if self.global_rank:
             self.checkpoint_io.remove_checkpoint(files.own)
 

@@ -69,6 +69,23 @@ def test_a_resumption_by_fewer_ranks_says_what_is_lost(
     assert f"more ranks than the 2 that resume: the residuals of {path}.rank2" in record.message
 
 
+def test_a_checkpoint_of_fewer_ranks_has_no_files_of_an_earlier_one_s(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "last.ckpt"
+    files = [RankFiles(path, rank, 2) for rank in range(2)]
+    for rank in range(1, 4):
+        Path(RankFiles(path, rank, 4).own).touch()
+    for each in files:
+        each.remove_further()
+    assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt.rank1"]
+    for each in files:
+        each.check()
+    assert not caplog.records
+    with pytest.raises(FileNotFoundError, match=r"rank2 is missing: rank 2 of 4"):
+        RankFiles(path, 2, 4).check()
+
+
 def test_slurm_counts_checkpoints_and_not_their_ranks(tmp_path: Path) -> None:
     files = RankFiles(tmp_path / "hpc_ckpt_3.ckpt", 12, 16)
     assert files.own == str(tmp_path / "rank12.hpc_ckpt_3.ckpt")

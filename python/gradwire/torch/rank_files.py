@@ -60,6 +60,15 @@ class RankFiles:
             probe.unlink()
         return self._rank == 0 or (local_rank == 0 and not is_seen)
 
+    def remove_further(self) -> None:
+        """Remove the files that more ranks have saved beside an earlier checkpoint of this name."""
+        if "://" in self._path:
+            return
+        rank = self._size
+        while (further := Path(self._of(rank))).exists():
+            further.unlink(missing_ok=True)  # the other ranks do the same
+            rank += 1
+
     def check(self) -> None:
         """Refuse to go on without this rank's file, and say so if there are files of more ranks.
 
