@@ -12,6 +12,7 @@ optax: Any = pytest.importorskip("optax", reason="optax is not installed")
 
 import gradwire as gw  # noqa: E402
 import gradwire.jax  # noqa: E402
+from gradwire.sharing import Training  # noqa: E402
 
 pytestmark = pytest.mark.jax
 
@@ -102,3 +103,24 @@ def test_a_step_that_is_not_finite_may_be_left_out(options: Any) -> None:
         return params, optimizer.shared()
 
     jax.tree.map(np.testing.assert_array_equal, train(errs=False), train(errs=True))
+
+
+def test_a_close_that_is_interrupted_ends_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    close, ended = Training.close, []
+
+    def note(training: Training, *, has_failed: bool = False) -> None:
+        ended.append(True)
+        close(training, has_failed=has_failed)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with gw.Node("127.0.0.1:0", secret=bytes(range(32))) as node:
+        optimizer = gradwire.jax.share(optax.sgd(0.1), node=node, min_peers=0)
+        optimizer.init(jax.numpy.ones(3))
+        optimizer.join()
+        monkeypatch.setattr(Training, "close", note)
+        monkeypatch.setattr(gw.Exchange, "shared", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.close()
+        assert ended == [True]

@@ -178,7 +178,7 @@ def _catch_up(optimizer: SharedOptimizer | None) -> None:
 
 
 def _save_rank(optimizer: Any, path: str, accelerator: Any) -> None:
-    """Save the optimiser's state of every rank but 0, whose state the framework saves."""
+    """Save the optimiser's state of every rank but 0, whose state the framework saves, and of no further ranks."""
     rank = accelerator.process_index
     files = RankFiles(path, rank, accelerator.num_processes)
     if rank:

@@ -484,9 +484,11 @@ class _SharedUpdates:
         self._training = None
         if training is None:
             return
-        if self._has_joined and not has_failed:
-            self._last_shared = training.exchange.shared(self._leaves)
-        training.close(has_failed=has_failed)
+        try:
+            if self._has_joined and not has_failed:
+                self._last_shared = training.exchange.shared(self._leaves)
+        finally:
+            training.close(has_failed=has_failed)
 
     def _opened(self) -> Training:
         if self._training is None:
