@@ -436,6 +436,22 @@ def test_the_last_updates_of_a_node_that_has_left_weigh_as_those_before(how: str
         np.testing.assert_array_equal(params, START + put_in / 2)
 
 
+def pause_after_requests(node: FakeNode, seconds: float) -> list[int]:
+    """Let a node stand still after each of its requests for a snapshot; return their tags, which come to the list."""
+    publish = node.publish
+    requests: list[int] = []
+
+    def publish_and_pause(buffer: Any, tag: int = 0, to: Any = None) -> Any:
+        ticket = publish(buffer, tag, to)
+        if tag // TAG_NUMBERS == Kind.REQUEST:
+            requests.append(tag)
+            node.cluster.compute(node, seconds)
+        return ticket
+
+    node.publish = publish_and_pause  # type: ignore[method-assign]
+    return requests
+
+
 def test_updates_that_wait_for_a_snapshot_weigh_as_at_the_members_that_have_sent_them() -> None:
     """These do not count the newcomer, which has many of them where the snapshot takes long."""
 
@@ -451,16 +467,8 @@ def test_updates_that_wait_for_a_snapshot_weigh_as_at_the_members_that_have_sent
                 share.catch_up(params)
                 node.cluster.compute(node, 0.2)
             return params
-        publish = node.publish
-
-        def publish_and_pause(buffer: Any, tag: int = 0, to: Any = None) -> Any:
-            ticket = publish(buffer, tag, to)
-            if tag // TAG_NUMBERS == Kind.REQUEST:
-                node.cluster.compute(node, 6.0)
-            return ticket
-
         node.cluster.compute(node, 3.0)
-        node.publish = publish_and_pause  # type: ignore[method-assign]
+        pause_after_requests(node, 6.0)
         assert share.join(params).is_late
         share.catch_up(params)
         return params
@@ -480,15 +488,7 @@ def test_updates_that_wait_for_a_snapshot_are_no_part_of_the_next_movement() -> 
         share = gw.Exchange(encoder, node, min_peers=3, timeout_s=60.0, **options)
         params = START.copy()
         share.join(params)
-        publish = node.publish
-
-        def publish_and_pause(buffer: Any, tag: int = 0, to: Any = None) -> Any:
-            ticket = publish(buffer, tag, to)
-            if tag // TAG_NUMBERS == Kind.REQUEST:
-                node.cluster.compute(node, 2.0)
-            return ticket
-
-        node.publish = publish_and_pause  # type: ignore[method-assign]
+        pause_after_requests(node, 2.0)
         shortened = 0
         has_paused = rank != 2
         while share.next_step < 60:
@@ -511,18 +511,7 @@ def test_members_do_not_wait_for_a_newcomer_whose_snapshot_has_taken_long() -> N
         encoder = gw.Encoder(NUMEL, gw.FixedThreshold(2.0**-6))
         share = gw.Exchange(encoder, node, mode="async", min_peers=1, timeout_s=60.0)
         params = START.copy()
-        publish = node.publish
-        requests = 0
-
-        def publish_and_pause(buffer: Any, tag: int = 0, to: Any = None) -> Any:
-            nonlocal requests
-            ticket = publish(buffer, tag, to)
-            if tag // TAG_NUMBERS == Kind.REQUEST:
-                requests += 1
-                node.cluster.compute(node, 20.0)
-            return ticket
-
-        node.publish = publish_and_pause  # type: ignore[method-assign]
+        requests = pause_after_requests(node, 20.0)
         if rank == 2:
             share._membership.waits = 20  # fewer than arrive meanwhile
             node.cluster.compute(node, 3.0)
@@ -536,7 +525,7 @@ def test_members_do_not_wait_for_a_newcomer_whose_snapshot_has_taken_long() -> N
             count += 1
         for _ in range(40):
             share.catch_up(params, timeout_s=0.1)
-        return params, longest_s, requests
+        return params, longest_s, len(requests)
 
     nodes = run_cluster(work, seed=1)
     for params, longest_s, _ in nodes:
