@@ -24,6 +24,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "every": {"topology": "mesh", "every": 4},
     "sharded, every": {"topology": "sharded", "every": 4},
     "async, every": {"mode": "async", "topology": "mesh", "max_staleness": 4, "every": 4},
+    "async, mean": {
+        "mode": "async",
+        "topology": "mesh",
+        "max_staleness": 4,
+        "reduction": "mean",
+        "limit_outliers": True,
+    },
 }
 
 
@@ -34,18 +41,17 @@ class Trainer:
         self.churn = churn
         self.node: FakeNode = churn.world.node(node_id)
         encoder = gw.Encoder(NUMEL, gw.FixedThreshold(THRESHOLD), keeps_residual=False)
-        self.share = gw.Exchange(
-            encoder,
-            self.node,
-            reduction="sum",
-            min_peers=len(IDS) - 1,
-            apply_residual=True,
-            timeout_s=60.0,
-            start_timeout_s=10_000.0,
-            digest_s=0.0,
-            on_straggler="raise" if "mode" in churn.how else "wait",
+        options: dict[str, Any] = {
+            "reduction": "sum",
+            "min_peers": len(IDS) - 1,
+            "apply_residual": True,
+            "timeout_s": 60.0,
+            "start_timeout_s": 10_000.0,
+            "digest_s": 0.0,
+            "on_straggler": "raise" if "mode" in churn.how else "wait",
             **churn.how,
-        )
+        }
+        self.share = gw.Exchange(encoder, self.node, **options)
         self.params = START.copy()
         self.is_asked = False
         self.has_finished = False
@@ -170,7 +176,7 @@ FAILED += [("async", 37), ("async, every", 8), ("async, every", 17)]
 FAILED += [("sharded, every", 23), ("async", 5), ("async", 15), ("async", 29), ("async", 55)]
 FAILED += [("async", 223), ("async", 47), ("async", 210), ("sharded, every", 303)]
 FAILED += [("async, every", 179), ("async, every", 209), ("async, every", 295), ("mesh", 336)]
-FAILED += [("mesh", 91)]
+FAILED += [("mesh", 91), ("async, mean", 1000), ("mesh", 2044)]
 HISTORIES = dict.fromkeys([*FAILED, *((way, seed) for way in WAYS for seed in seeds(1))])
 
 
@@ -182,7 +188,11 @@ def test_nobody_ends_or_begins_again_and_all_replicas_are_the_same(way: str, see
     last = list(churn.trainers.values())
     assert all(each.has_finished for each in last)
     shared = [each.share.shared(each.params)[0] for each in last]
-    assert len({array.tobytes() for array in shared}) == 1, [array - shared[0] for array in shared]
+    if way == "async, mean":  # thirds are rounded, in another order on every node
+        for array in shared:
+            np.testing.assert_allclose(array, shared[0], rtol=0.0, atol=1e-4)
+    else:
+        assert len({array.tobytes() for array in shared}) == 1
     assert np.isfinite(shared[0]).all()
 
 

@@ -471,16 +471,16 @@ class Departure:
         # All members decide from the same reports, so all decide alike. Nobody decides before the reports of all
         # remaining members are there.
         unsettled = self.unsettled
-        reports = [self._reports.get(run, {}) for run in membership.peers]
-        # A member may have gone before, and come in again: earlier reports are about that time.
-        earliest = {
-            run: membership.members[run].first_direct if self._is_sync else 0 for run in unsettled
-        }
-        if any(report.get(run, -1) < step for report in reports for run, step in earliest.items()):
-            return
+        reports = {run: self._reports.get(run, {}) for run in membership.peers}
+        # A member may have gone before, and come in again: earlier reports on it, or of its own, are about that time.
+        first = {run: stream.first_direct for run, stream in membership.members.items()}
+        for run in unsettled:
+            for reporter, report in reports.items():
+                if report.get(run, -1) < (max(first[run], first[reporter]) if self._is_sync else 0):
+                    return
         for run in unsettled:
             # All apply as many updates as the node with the most has: relays bring them to the others.
-            final = max([membership.departing[run], *(report[run] for report in reports)])
+            final = max([membership.departing[run], *(each[run] for each in reports.values())])
             membership.agree_on_final(run, final)
 
     def _relay(self) -> None:

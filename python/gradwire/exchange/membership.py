@@ -803,7 +803,9 @@ class Router:
         Raises:
             Mismatch: the member has gone on a step before this node.
         """
-        if self._held is None or not Hello.begins_anew(payload):
+        # A node that joins again goes on with whoever has begun, until it is a member.
+        is_joining = self._membership.phase is Phase.JOINING
+        if self._held is None or is_joining or not Hello.begins_anew(payload):
             return False
         known = self._introductions.hellos.get(sender)
         if known is not None and known.phase is Phase.NEW:
