@@ -757,7 +757,7 @@ def _is_brought_up(recipient: Recipient, membership: Membership, replica: Replic
         return False
     for payloads in steps:
         exported = after.arrays[: after.params]
-        add_to_exported(replica, payloads, exported, is_sharded=after.is_sharded)
+        add_to_exported(replica, payloads, exported)
     recipient.bring_up()
     return True
 

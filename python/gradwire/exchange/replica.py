@@ -374,7 +374,7 @@ class Replica(SharedCopy):
         if self.shared:
             self._add_to_shared(payloads, params, update, has_moved=has_moved)
         else:
-            self._add(payloads, params)
+            _add(self, payloads, params)
         if self.sharding is not None:
             self.sharding.settle(cast("Sequence[PartUpdate]", payloads), self.step)
 
@@ -424,7 +424,7 @@ class Replica(SharedCopy):
                 messages = update.messages
                 held = next(index for index, payload in enumerate(payloads) if payload is messages)
             moved = moved_since(self._sample, targets) if has_moved else None
-            self._add(payloads, self.shared, SecondTarget(targets, held))
+            _add(self, payloads, self.shared, SecondTarget(targets, held))
             if self.sharding is not None and update is not None:
                 # The parts that the parameters hold went to the owners, and come back in the results.
                 self._add_update_to_params(update, targets, -1.0)
@@ -434,20 +434,10 @@ class Replica(SharedCopy):
             return
         # Local steps that the caller has taken meanwhile (``overlap``) stay on top of what arrives.
         local = difference(targets, self.shared) if has_moved else []
-        self._add(payloads, self.shared)
+        _add(self, payloads, self.shared)
         put(targets, self.shared)
         if has_moved:
             add(targets, local)
-
-    def _add(self, payloads: Payloads, params: Any, second: SecondTarget | None = None) -> None:
-        if self.sharding is not None:
-            results = cast("Sequence[PartUpdate]", payloads)
-            self.total.add_results(partial(self._division.add_results, results), params, second)
-        elif self._options.mode == "sync":
-            divisor = len(payloads) if self._options.reduction == "mean" else 1
-            self.total.add_payloads(payloads, params, divisor, second)
-        else:
-            _add_counted(self.total, payloads, params, self._options, second)
 
     def finish_step(self, update: StepUpdate, params: Any) -> None:
         """Keep a finished update a little longer, in host memory, and advance to the next step."""
@@ -612,19 +602,30 @@ def drop_outdated(replica: Replica, positions: Mapping[NodeRun, int], params: An
     replica._owner_state = None
 
 
-def add_to_exported(
-    replica: Replica, payloads: Payloads, exported: Arrays, *, is_sharded: bool
-) -> None:
+def add_to_exported(replica: Replica, payloads: Payloads, exported: Arrays) -> None:
     """Add a step's updates to what another node's ``export_state`` has returned, as that node adds them."""
     total, params = replica.total.at(exported)
-    if is_sharded:
+    _add(replica, payloads, params, total=total)
+
+
+def _add(
+    replica: Replica,
+    payloads: Payloads,
+    params: Any,
+    second: SecondTarget | None = None,
+    total: PlainSum | None = None,
+) -> None:
+    """Add owners' results, or whole updates: their sum, or their mean."""
+    total = total or replica.total
+    options = replica._options
+    if payloads and isinstance(payloads[0], PartUpdate):
         results = cast("Sequence[PartUpdate]", payloads)
-        total.add_results(partial(replica._division.add_results, results), params, None)
-    elif replica._options.mode == "sync":
-        divisor = len(payloads) if replica._options.reduction == "mean" else 1
-        total.add_payloads(payloads, params, divisor)
+        total.add_results(partial(replica._division.add_results, results), params, second)
+    elif options.mode == "sync":
+        divisor = len(payloads) if options.reduction == "mean" else 1
+        total.add_payloads(payloads, params, divisor, second)
     else:
-        _add_counted(total, payloads, params, replica._options)
+        _add_counted(total, payloads, params, options, second)
 
 
 def _add_counted(
@@ -632,7 +633,7 @@ def _add_counted(
     payloads: Payloads,
     params: Any,
     options: Options,
-    second: SecondTarget | None = None,
+    second: SecondTarget | None,
 ) -> None:
     """Add asynchronous updates, each divided as it says; together those that say the same, as nearly all do."""
     is_mean = options.reduction == "mean"
